@@ -1,0 +1,97 @@
+"""KV identity (decision A4): namespace -> keyed root per tenant and salt -> SHA-256 page chain.
+
+The one definition for gateway and engine. The namespace holds meaning only (what the numbers in a page mean),
+never ranks, addresses or layouts. Hashes are 32 bytes.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from core.ids import PageHash
+
+SCHEMA = 1
+PROTOCOL_VERSION = 1
+"""Bumped when peers of different versions could no longer exchange KV or requests."""
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cached page means. Two processes share pages only if all fields are equal."""
+
+    schema: int = SCHEMA
+    model: str
+    revision: str
+    """Digest of config and weights as the loader knows them."""
+    weights_epoch: int = 0
+    tokenizer: str
+    """Digest of the tokenizer file."""
+    kv_dtype: str
+    page_tokens: int
+    mode: str = "exact"
+    """``exact`` or ``replay`` (A10)."""
+
+    def encode(self) -> bytes:
+        """Canonical form: per field tag u8, presence u8, length u32 LE, bytes; fields in declaration order."""
+        parts: list[bytes] = []
+        for tag, field in enumerate(self.__struct_fields__):
+            value = str(getattr(self, field)).encode()
+            parts.append(struct.pack("<BBI", tag, 1, len(value)) + value)
+        return b"".join(parts)
+
+
+def fingerprint(namespace: bytes, draft_config: str = "", protocol: int = PROTOCOL_VERSION) -> bytes:
+    """SHA-256 of the encoded namespace, the draft model's config and the protocol version (A9): equals only."""
+    body = struct.pack("<II", protocol, len(namespace)) + namespace + draft_config.encode()
+    return hashlib.sha256(body).digest()
+
+
+def check_value(secret: bytes, incarnation: str) -> bytes:
+    """Prove knowledge of the cluster secret for one incarnation without revealing it."""
+    return hmac.new(secret, b"tandem-check" + incarnation.encode(), hashlib.sha256).digest()
+
+
+class PageHasher:
+    """Hashes pages of one namespace. Stateless after construction; safe from any thread."""
+
+    def __init__(self, secret: bytes, namespace: bytes, page_tokens: int) -> None:
+        self._secret = secret
+        self._namespace = namespace
+        self.page_tokens = page_tokens
+
+    def root(self, tenant: str = "", salt: str = "", lora: str = "") -> PageHash:
+        """Keyed root of the chain: pages of other tenants or salts can neither collide nor be guessed."""
+        fields = b"".join(struct.pack("<I", len(part)) + part for part in (x.encode() for x in (tenant, salt, lora)))
+        return PageHash(
+            hmac.new(
+                self._secret, struct.pack("<I", len(self._namespace)) + self._namespace + fields, hashlib.sha256
+            ).digest()
+        )
+
+    def extend(
+        self,
+        previous: PageHash,
+        token_ids: Sequence[int],
+        mm_digests: Sequence[Sequence[bytes]] = (),
+    ) -> tuple[PageHash, ...]:
+        """Hash the full pages of `token_ids`, which start at a page border right after `previous`.
+
+        A trailing partial page is ignored. `mm_digests[i]` are the digests of images in page i, in order.
+        """
+        size = self.page_tokens
+        hashes: list[PageHash] = []
+        for index in range(len(token_ids) // size):
+            digests = mm_digests[index] if index < len(mm_digests) else ()
+            body = struct.pack(f"<{size}i", *token_ids[index * size : (index + 1) * size])
+            previous = PageHash(
+                hashlib.sha256(previous + struct.pack("<I", len(digests)) + b"".join(digests) + body).digest()
+            )
+            hashes.append(previous)
+        return tuple(hashes)
+
+
+def event_hash(page_hash: PageHash) -> int:
+    """Signed 64-bit name of a page in KV events: never reveals the chain."""
+    return int.from_bytes(hashlib.sha256(b"ev1" + page_hash).digest()[:8], "little", signed=True)

@@ -1,0 +1,129 @@
+"""The vocabulary of a request: what is asked (frozen), how it is sampled, when it stops, how it ended.
+
+Token-in, token-out: no text lives here. Knows no engine, no wire format and no clock.
+"""
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from core.errors import BadRequest, NeverFits
+from core.ids import PageHash, RequestId
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended well. Errors are not finish reasons."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen (decision A20). Defaults are OpenAI's; the gateway always mints a seed."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """0 is plain argmax, ties to the lowest id."""
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0 is off."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: Annotated[int, Meta(ge=0)] = 0
+    """64-bit key of the counter-based generator."""
+    sample_index: Annotated[int, Meta(ge=0)] = 0
+    """`s` of A20: which of the n samples of one request this is."""
+    num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    """-1: none; 0: the chosen token's only; k: also the k most likely. Natural log of the raw model's softmax."""
+    prompt_logprobs: bool = False
+
+
+class StopRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When generation ends. Stop strings are the gateway's business, not listed here."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    """Bound on output tokens, over all attempts of the request."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Before this many output tokens, stop ids and end-of-text ids are masked."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class MmItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a request (seam f): digest for cache keys, token range, raw pixels or nothing if cached."""
+
+    digest: bytes
+    start: int
+    end: int
+    pixels: bytes = b""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample of one client request, as the decode worker owns it."""
+
+    request_id: RequestId
+    attempt: int = 0
+    """0 for the first try; a retry or resume counts up, and frames of older attempts are dropped."""
+    model: str
+    token_ids: tuple[int, ...]
+    """Prompt, followed on a resume by the output tokens that the client already has."""
+    num_prompt_tokens: int
+    """`token_ids[num_prompt_tokens:]` are outputs: penalties, min/max tokens and positions see them as such."""
+    sampling: SamplingParams
+    stop: StopRules
+    page_hashes: tuple[PageHash, ...] = ()
+    """Chained hashes of the full pages of `token_ids`, made by the gateway with the workers' namespace."""
+    timeout_s: float = 600.0
+    """Remaining time at the moment of sending; each process makes it a deadline on its own clock."""
+    priority: int = 0
+    """Lower runs first."""
+    tenant: str = ""
+    cache_salt: str = ""
+    """Separates cache entries; part of the keyed root."""
+    num_cached_tokens: int = -1
+    """On a resume: the first attempt's figure, which stays the one reported. -1: not known yet."""
+    encoder_floor: int = -1
+    decoder_floor: int = -1
+    floor_hit_tokens: int = -1
+    """Replay floors (A10) belong to the request and travel with it; -1: none set."""
+    lora: str = ""
+    mm_items: tuple[MmItem, ...] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that earlier attempts produced."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def check_request(request: GenerateRequest, vocab_size: int, max_tokens_total: int) -> None:
+    """Raise `BadRequest`/`NeverFits` with the field's name if no worker could ever run this.
+
+    `max_tokens_total` bounds prompt + 1 output (context length and pool capacity, the smaller).
+    """
+    if not request.token_ids or request.num_prompt_tokens < 1:
+        raise BadRequest("the prompt is empty; send at least one token", param="prompt")
+    if request.num_prompt_tokens > len(request.token_ids):
+        raise BadRequest("num_prompt_tokens is larger than the number of tokens sent", param="num_prompt_tokens")
+    low, high = min(request.token_ids), max(request.token_ids)
+    if low < 0 or high >= vocab_size:
+        raise BadRequest(
+            f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocab_size - 1}", param="prompt"
+        )
+    if len(request.token_ids) + 1 > max_tokens_total:
+        raise NeverFits(
+            f"the prompt has {len(request.token_ids)} tokens; this deployment fits at most {max_tokens_total - 1} before the first output token",
+            param="prompt",
+        )
+    if request.lora:
+        raise BadRequest("LoRA adapters are not supported; leave `lora` out", param="lora")
+    bad = [t for t in (*request.sampling.logit_bias, *request.stop.stop_token_ids) if not 0 <= t < vocab_size]
+    if bad:
+        raise BadRequest(
+            f"token id {bad[0]} is outside the vocabulary 0..{vocab_size - 1}", param="logit_bias or stop_token_ids"
+        )

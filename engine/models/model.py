@@ -1,0 +1,53 @@
+"""What every model is to the engine: facts, the KV it keeps, and one typed forward. No model's name appears above here."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from core.kv import KVLayout
+from engine.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the scheduler, the namespace and the registration need to know of a model."""
+
+    name: str
+    """Name that clients use by default."""
+    revision: str
+    """Digest of config and weights: hex."""
+    tokenizer_digest: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    kv_dtype: str
+    mode: str = "exact"
+
+
+class KVTensors(Protocol):
+    """The KV memory of one engine, as tensors over the registered regions (`engine.cache.kv_memory`)."""
+
+    layout: KVLayout
+
+    def paged(self, component: str) -> torch.Tensor:
+        """Return [num_pages, *record_shape] of a paged component, in its element type."""
+        ...
+
+    def per_row(self, component: str) -> torch.Tensor:
+        """Return [num_rows, *record_shape] of a ring or state component."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded model. Weights are immutable; all sequence state is in `KVTensors`."""
+
+    facts: ModelFacts
+
+    def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
+        """Return the components this model keeps, one region per component (region index = component index)."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
+        """Write KV of all query tokens, return logits [m, vocab] (float32 or float64) for `batch.sample_at`."""
+        ...

@@ -1,0 +1,69 @@
+"""The border inside the gateway: HTTP and text above, workers below. Token-in, token-out, one sample at a time.
+
+`gateway.orchestrator.Orchestrator` implements `Generator` over the cluster; `tests.fakes` ships a scripted one.
+Retries, resumes and attempts are invisible here: a consumer sees each output token exactly once, in order.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.handover import TokenLogprobs
+from core.ids import RequestId
+from core.request import FinishReason, SamplingParams, StopRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One sample to generate."""
+
+    request_id: RequestId
+    """Of the client's request; samples of one request share it, and differ in `sampling.sample_index`."""
+    model: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopRules
+    timeout_s: float
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    session: str = ""
+    """X-Session-Affinity or X-Correlation-ID: a routing hint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Some output tokens. The last delta carries `finish`; errors are raised as `TandemError` instead."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Aligned with `token_ids` if the sampling asked for them."""
+    finish: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    """Set once, with or before the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the HTTP layer needs to know of the model served (from registrations)."""
+
+    name: str
+    max_tokens_total: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Generator(Protocol):
+    """Generates samples on the cluster."""
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the models that some registered worker serves (empty before the first registration)."""
+        ...
+
+    def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
+        """Yield deltas until one with `finish`. Closing the iterator aborts the request on the workers.
+
+        Raises before the first delta: BadRequest, NeverFits, UnknownModel, NoCapacity, NoWorker, DeadlineExceeded;
+        later: WorkerLost, DeadlineExceeded, ContextExceeded.
+        """
+        ...
