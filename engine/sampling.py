@@ -1,0 +1,280 @@
+"""Token choice (decision A20) on the executor: per-row state, logit processing, and the counter-based Gumbel argmax.
+
+Order, as in vLLM: log-probabilities from the raw logits; then logit bias, min-tokens mask, penalties (repetition over
+prompt and outputs, frequency and presence over outputs), temperature, min-p, top-k, top-p, noise. Every row is worked
+on alone, so its result never depends on the batch. Precision: logits are processed in the type the model gave
+(float32 or float64); scaled logit + noise is summed and compared in float64; ties go to the lowest id. Top-k and top-p
+order tokens by (logit descending, id ascending); top-p keeps the shortest prefix whose float64 mass reaches p.
+Runs on host memory; knows no scheduler, no request and no stop rule except the ids to mask below `min_tokens`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.philox import GUMBEL_MAX, gumbel
+from engine.plan import RowInit
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.floating]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are plain argmax: division by them would overflow float32."""
+_NEAR = 3.0
+"""Logits this close to the top are perturbed first; the best of them bounds who else can win."""
+_WHOLE = 2048
+"""Candidate sets up to this size are perturbed in one pass."""
+_NUCLEUS = 12.0
+"""First guess of how far below the top the nucleus of top-p can reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """What was chosen for m rows. The optional arrays are None if no row asked; rows that did not ask hold NaN/-1."""
+
+    tokens: I32  # [m]
+    logprobs: F32 | None = None  # [m] of the chosen token, natural log of the raw softmax
+    top_tokens: I32 | None = None  # [m, K], most likely first; -1 padded
+    top_logprobs: F32 | None = None  # [m, K]; NaN padded
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRules:
+    """The rare, irregular part of a row's parameters."""
+
+    bias_ids: I64
+    bias: F64
+    masked_ids: I64
+
+
+_NO_RULES = _RowRules(np.zeros(0, np.int64), np.zeros(0, np.float64), np.zeros(0, np.int64))
+
+
+class PenaltyCounts:
+    """Token histograms of the rows that have penalties: outputs counted, prompt and outputs marked as seen."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._slot = np.full(num_rows, -1, np.int32)
+        self._free: list[int] = []
+        self._outputs = np.zeros((0, vocab_size), np.int32)
+        self._seen = np.zeros((0, vocab_size), np.bool_)
+
+    def reset(self, row: int, token_ids: I32, num_prompt_tokens: int) -> None:
+        """Count a row's tokens anew; `token_ids` int32 [n] are its prompt, then its outputs."""
+        slot = int(self._slot[row])
+        if slot < 0:
+            slot = self._slot[row] = self._take()
+        self._outputs[slot] = np.bincount(token_ids[num_prompt_tokens:], minlength=self._vocab_size)
+        self._seen[slot] = False
+        self._seen[slot][token_ids] = True
+
+    def drop(self, row: int) -> None:
+        """Give back the histogram of a row that no longer needs one."""
+        if self._slot[row] >= 0:
+            self._free.append(int(self._slot[row]))
+            self._slot[row] = -1
+
+    def add(self, row: int, token: int) -> None:
+        """Count one more output token of a row that has a histogram."""
+        slot = self._slot[row]
+        self._outputs[slot, token] += 1
+        self._seen[slot, token] = True
+
+    def outputs(self, row: int) -> I32:
+        """Return int32 [vocab]: how often each token is among the row's outputs. A view; do not modify."""
+        return self._outputs[self._slot[row]]
+
+    def seen(self, row: int) -> npt.NDArray[np.bool_]:
+        """Return bool [vocab]: tokens in prompt or outputs. A view; do not modify."""
+        return self._seen[self._slot[row]]
+
+    def _take(self) -> int:
+        if not self._free:
+            used = len(self._outputs)
+            grown = max(4, 2 * used)
+            self._outputs = np.concatenate([self._outputs, np.zeros((grown - used, self._vocab_size), np.int32)])
+            self._seen = np.concatenate([self._seen, np.zeros((grown - used, self._vocab_size), np.bool_)])
+            self._free.extend(range(grown - 1, used - 1, -1))
+        return self._free.pop()
+
+
+class Sampler:
+    """Chooses tokens for rows that were set up with `set_row`. Owned by the executor thread."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._temperature = np.zeros(num_rows, np.float64)
+        self._top_k = np.zeros(num_rows, np.int64)
+        self._top_p = np.ones(num_rows, np.float64)
+        self._min_p = np.zeros(num_rows, np.float64)
+        self._repetition = np.ones(num_rows, np.float64)
+        self._frequency = np.zeros(num_rows, np.float64)
+        self._presence = np.zeros(num_rows, np.float64)
+        self._seed = np.zeros(num_rows, np.uint64)
+        self._sample_index = np.zeros(num_rows, np.int64)
+        self._num_logprobs = np.full(num_rows, -1, np.int32)
+        self._masked_before = np.zeros(num_rows, np.int64)
+        self._penalized = np.zeros(num_rows, np.bool_)
+        self._plain = np.ones(num_rows, np.bool_)
+        self._rules = [_NO_RULES] * num_rows
+        self._counts = PenaltyCounts(num_rows, vocab_size)
+
+    def set_row(self, init: RowInit) -> None:
+        """Take over a row for a new owner (or the same one at a new length); nothing of the last owner remains."""
+        row, params = init.row, init.sampling
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._repetition[row] = params.repetition_penalty
+        self._frequency[row] = params.frequency_penalty
+        self._presence[row] = params.presence_penalty
+        self._seed[row] = params.seed & 0xFFFFFFFFFFFFFFFF
+        self._sample_index[row] = params.sample_index
+        self._num_logprobs[row] = params.num_logprobs
+        masked = init.masked_until_min if init.min_tokens > 0 else ()
+        # Output number k stands at position num_prompt_tokens + k, so "fewer than min" is a bound on the position.
+        self._masked_before[row] = init.num_prompt_tokens + init.min_tokens if masked else 0
+        self._rules[row] = _NO_RULES
+        if params.logit_bias or masked:
+            self._rules[row] = _RowRules(
+                np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias)),
+                np.fromiter(params.logit_bias.values(), np.float64, len(params.logit_bias)),
+                np.array(masked, np.int64),
+            )
+        penalized = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        self._penalized[row] = penalized
+        if penalized:
+            self._counts.reset(row, np.frombuffer(init.token_ids, np.int32), init.num_prompt_tokens)
+        else:
+            self._counts.drop(row)
+        greedy = params.temperature < GREEDY_BELOW
+        self._plain[row] = greedy and not (penalized or params.logit_bias or masked) and params.num_logprobs < 0
+
+    def sample(self, logits: torch.Tensor, rows: I32, positions: I64) -> SampleOutput:
+        """Choose one token per row.
+
+        `logits` [m, vocab] float32 or float64, not modified; `rows` int32 [m] are distinct engine rows;
+        `positions` int64 [m] are the absolute positions of the tokens to be chosen (= tokens before them).
+        """
+        host = np.asarray(logits.detach().cpu().numpy())
+        tokens = np.argmax(host, axis=1).astype(np.int32) if len(rows) else np.zeros(0, np.int32)
+        plain = self._plain[rows]
+        if plain.all():
+            return SampleOutput(tokens)
+        for i in np.flatnonzero(~plain).tolist():
+            row = int(rows[i])
+            tokens[i] = self._choose(host[i], row, int(positions[i]), int(tokens[i]))
+            if self._penalized[row]:
+                self._counts.add(row, int(tokens[i]))
+        if (self._num_logprobs[rows] < 0).all():
+            return SampleOutput(tokens)
+        return self._with_logprobs(host, rows, tokens)
+
+    def _choose(self, raw: Floats, row: int, position: int, top: int) -> int:
+        logits = self._processed(raw, row, position)
+        temperature = float(self._temperature[row])
+        if temperature < GREEDY_BELOW:
+            return top if logits is raw else int(np.argmax(logits))
+        scaled = logits / logits.dtype.type(temperature)
+        ids = _candidates(scaled, int(self._top_k[row]), float(self._top_p[row]), float(self._min_p[row]))
+        return _gumbel_argmax(scaled, ids, int(self._seed[row]), position, int(self._sample_index[row]))
+
+    def _processed(self, raw: Floats, row: int, position: int) -> Floats:
+        """Return the row's logits after bias, mask and penalties; `raw` itself if nothing applies."""
+        rules = self._rules[row]
+        masked = position < self._masked_before[row]
+        if not (masked or len(rules.bias_ids) or self._penalized[row]):
+            return raw
+        logits = raw.copy()
+        logits[rules.bias_ids] += rules.bias
+        if masked:
+            logits[rules.masked_ids] = -np.inf
+        if self._penalized[row]:
+            repetition = logits.dtype.type(self._repetition[row])
+            if repetition != 1:
+                seen = np.flatnonzero(self._counts.seen(row))
+                values = logits[seen]
+                logits[seen] = np.where(values > 0, values / repetition, values * repetition)
+            counts = self._counts.outputs(row)
+            used = np.flatnonzero(counts)
+            logits[used] -= self._frequency[row] * counts[used] + self._presence[row]
+        return logits
+
+    def _with_logprobs(self, host: Floats, rows: I32, tokens: I32) -> SampleOutput:
+        wanted = self._num_logprobs[rows]
+        width = int(wanted.max())
+        logprobs = np.full(len(rows), np.nan, np.float32)
+        top_tokens = np.full((len(rows), width), -1, np.int32)
+        top_logprobs = np.full((len(rows), width), np.nan, np.float32)
+        for i in np.flatnonzero(wanted >= 0).tolist():
+            raw = host[i].astype(np.float64)
+            top = raw.max()
+            log_total = top + np.log(np.exp(raw - top).sum())
+            logprobs[i] = raw[tokens[i]] - log_total
+            best = _largest(raw, int(wanted[i]))
+            order = best[np.argsort(-raw[best], kind="stable")]
+            top_tokens[i, : len(order)] = order
+            top_logprobs[i, : len(order)] = raw[order] - log_total
+        return SampleOutput(tokens, logprobs, top_tokens if width else None, top_logprobs if width else None)
+
+
+def _largest(values: Floats, count: int) -> I64:
+    """Return the ascending indices of the `count` largest values; equal values: lowest index first."""
+    if count <= 0:
+        return np.zeros(0, np.int64)
+    if count >= len(values):
+        return np.arange(len(values))
+    border = np.partition(values, len(values) - count)[len(values) - count]
+    keep = values > border
+    ties = np.flatnonzero(values == border)
+    keep[ties[: count - int(keep.sum())]] = True
+    return np.flatnonzero(keep)
+
+
+def _candidates(scaled: Floats, top_k: int, top_p: float, min_p: float) -> I64:
+    """Return the ascending ids that min-p, top-k and top-p leave of one row of scaled logits [vocab]."""
+    top = scaled.max()
+    floor = float(top) + np.log(min_p) if min_p > 0 else -np.inf
+    ids = np.flatnonzero(scaled >= floor) if min_p > 0 else np.flatnonzero(scaled > -np.inf)
+    if 0 < top_k < len(ids):
+        ids = ids[_largest(scaled[ids], top_k)]
+    if top_p < 1:
+        ids = ids[_nucleus(scaled[ids].astype(np.float64) - float(top), top_p)]
+    return ids
+
+
+def _nucleus(gaps: F64, top_p: float) -> I64:
+    """Return the ascending indices of the smallest set with mass >= `top_p`; `gaps` [n] <= 0 are below the top."""
+    weights = np.exp(gaps)
+    goal = top_p * weights.sum()
+    for reach in (_NUCLEUS, np.inf):
+        near = np.flatnonzero(gaps >= -reach)
+        order = near[np.argsort(-gaps[near], kind="stable")]
+        mass = np.cumsum(weights[order])
+        if mass[-1] >= goal:
+            break
+    count = int(np.searchsorted(mass, goal, side="left")) + 1
+    return np.sort(order[:count])
+
+
+def _gumbel_argmax(scaled: Floats, ids: I64, seed: int, position: int, sample: int) -> int:
+    """Return argmax of scaled logit + noise over `ids`, ties to the lowest id, evaluating noise only where it matters.
+
+    Noise is bounded by GUMBEL_MAX: once some id has a perturbed value, ids further below it than that cannot win. The
+    result equals the full evaluation exactly.
+    """
+    values = scaled[ids].astype(np.float64)
+    if len(ids) > _WHOLE:
+        top = values.max()
+        near = np.flatnonzero(values >= top - _NEAR)
+        best = (values[near] + gumbel(ids[near], seed, position, sample)).max()
+        can_win = np.flatnonzero(values >= best - GUMBEL_MAX)
+        ids, values = ids[can_win], values[can_win]
+    return int(ids[np.argmax(values + gumbel(ids, seed, position, sample))])
