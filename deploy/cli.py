@@ -1,0 +1,167 @@
+"""The `tandem` command: one cluster on this machine, one process of it, or a look at either.
+
+Parses, dispatches, prints. What a cluster is lies in `deploy.local`; what a process is, in its own package.
+"""
+
+import argparse
+import asyncio
+import os
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from core.clock import SystemClock
+from core.config import load
+from core.errors import ConfigError, TandemError
+from core.lifecycle import EXIT_PREFLIGHT
+from deploy.demo import run_demo
+from deploy.doctor import run_doctor
+from deploy.local.control import ask
+from deploy.local.models import cache_directory, model_directory
+from deploy.local.session import Session
+from deploy.local.spec import SERVICE_MODULES, ClusterSpec, check_spec
+from deploy.status import render_status
+
+EPILOG = "Start with: tandem up    Stop with Ctrl-C or: tandem down"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits with 0, 2 (usage), 3 (preflight) or 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in SERVICE_MODULES:
+        os.execv(sys.executable, [sys.executable, "-m", SERVICE_MODULES[arguments[0]], *arguments[1:]])
+    options = _parser().parse_args(arguments)
+    try:
+        sys.exit(options.run(options))
+    except TandemError as error:
+        print(f"tandem: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_PREFLIGHT if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run_directory(options: argparse.Namespace) -> Path:
+    """Return where a named cluster keeps its sockets, logs and ready files."""
+    return Path(options.run_dir) if options.run_dir else Path.home() / ".tandem" / "run" / options.name
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tandem", description="Disaggregated prefill/decode serving.", epilog=EPILOG)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--name", default="default", help="name of the cluster (default: default)")
+        command.add_argument("--run-dir", help="its run directory (default: ~/.tandem/run/NAME)")
+        return command
+
+    up = add("up", "start a cluster on this machine and serve until Ctrl-C")
+    up.add_argument("-f", "--file", type=Path, help="cluster description (TOML); flags override it")
+    up.add_argument("--model", help="smollm2 | tiny-llama | tiny-window | scripted | DIRECTORY")
+    up.add_argument("--served-name", help="name that clients use for the model")
+    up.add_argument("--prefill", type=int, help="prefill workers (default 1)")
+    up.add_argument("--decode", type=int, help="decode workers (default 1)")
+    up.add_argument("--host", help="address to bind (default 127.0.0.1)")
+    up.add_argument("--port", type=int, help="HTTP port (default 8000; 0 takes a free one)")
+    up.add_argument("--transfer", help="auto | shm | tcp (default auto)")
+    up.add_argument("--prefill-mode", help="local | remote | auto (default remote)")
+    up.add_argument("--drain-s", type=float, help="seconds a leaving worker may finish its work (default 60)")
+    up.add_argument("--set", action="append", default=[], metavar="ROLE:KEY=VALUE", help="e.g. all:engine.num_pages=64")
+    up.set_defaults(run=_up)
+    add("status", "show the cluster's processes").set_defaults(run=_status)
+    scale = add("scale", "change the size of a pool, e.g. decode=3 prefill=2")
+    scale.add_argument("pools", nargs="+", metavar="POOL=N")
+    scale.set_defaults(run=_scale)
+    drain = add("drain", "let one worker finish its work and leave, e.g. decode-1")
+    drain.add_argument("worker")
+    drain.set_defaults(run=_drain)
+    down = add("down", "end the cluster")
+    down.add_argument("--budget-s", type=float, help="seconds for open requests (default: the cluster's drain budget)")
+    down.set_defaults(run=_down)
+    demo = add("demo", "start a cluster, stream one answer, show the figures, end it")
+    demo.add_argument("--model", default="smollm2")
+    demo.add_argument("--transfer", default="auto")
+    demo.add_argument("--question", default="What is the capital of France? Answer in one sentence.")
+    demo.set_defaults(run=_demo)
+    add("doctor", "check this machine and say what is missing").set_defaults(run=lambda _: run_doctor(_say))
+    for name, module in SERVICE_MODULES.items():
+        commands.add_parser(name, help=f"run one {name} process (python -m {module} --config FILE --set a.b=c)")
+    return parser
+
+
+def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
+    """Combine the file and the flags; flags win."""
+    spec = load(ClusterSpec, options.file, []) if options.file else ClusterSpec()
+    names = ("model", "served_name", "prefill", "decode", "host", "port", "transfer", "prefill_mode", "drain_s")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sets = {role: list(values) for role, values in spec.sets.items()}
+    for value in options.set:
+        role, colon, assignment = value.partition(":")
+        if not colon or "=" not in assignment:
+            raise ConfigError(f"--set {value!r} is not ROLE:KEY=VALUE, e.g. all:engine.num_pages=64")
+        sets.setdefault(role, []).append(assignment)
+    merged = {**msgspec.structs.asdict(spec), **given, "sets": sets, "name": options.name}
+    try:
+        result = msgspec.convert(merged, ClusterSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the cluster description is wrong: {error}") from error
+    check_spec(result)
+    return result
+
+
+def _up(options: argparse.Namespace) -> int:
+    spec = cluster_spec(options)
+    model_dir = model_directory(spec.model, cache_directory(), _say)
+    session = Session(spec=spec, run_dir=run_directory(options), model_dir=model_dir, clock=SystemClock(), report=_say)
+    return asyncio.run(session.run())
+
+
+def _status(options: argparse.Namespace) -> int:
+    _say(render_status(ask(run_directory(options), {"command": "status"}, _say)))
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    pools: dict[str, object] = {}
+    for text in cast("list[str]", options.pools):
+        role, equals, count = text.partition("=")
+        if not equals or not count.isdigit():
+            raise ConfigError(f"{text!r} is not POOL=N, e.g. decode=3")
+        pools[role] = int(count)
+    _say(render_status(ask(run_directory(options), {"command": "scale", "pools": pools}, _say)))
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    ask(run_directory(options), {"command": "drain", "worker": options.worker}, _say)
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    body: dict[str, object] = {"command": "down"}
+    if options.budget_s is not None:
+        body["budget_s"] = options.budget_s
+    pid = cast("int", ask(run_directory(options), body, _say)["pid"])
+    descriptor = os.pidfd_open(pid)
+    try:
+        select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)
+    _say("the cluster is gone")
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return run_demo(model=options.model, transfer=options.transfer, question=options.question, report=_say)
+
+
+if __name__ == "__main__":
+    main()

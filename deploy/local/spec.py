@@ -1,0 +1,119 @@
+"""One description of a local cluster, and the configuration of each process that follows from it.
+
+Pure: no process is started and no file is written here. Section names are those of the services' own config structs.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from core.errors import ConfigError
+
+SERVICE_MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+"""Role of a process -> the package that is run with ``python -m``."""
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `tandem up` starts. Every field has a flag; `sets` reach the services' own configuration."""
+
+    name: str = "default"
+    model: str = "smollm2"
+    """A built-in (`smollm2`, `tiny-llama`, `tiny-window`, `scripted`) or a model directory."""
+    served_name: str = ""
+    prefill: Annotated[int, Meta(ge=0, le=64)] = 1
+    decode: Annotated[int, Meta(ge=1, le=64)] = 1
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    transfer: str = "auto"
+    """auto | shm | tcp"""
+    prefill_mode: str = "remote"
+    """local | remote | auto: where the decode workers let prompts be computed."""
+    drain_s: Annotated[float, Meta(ge=0)] = 60.0
+    log_level: str = "INFO"
+    sets: dict[str, tuple[str, ...]] = {}
+    """Role (`gateway`, `prefill`, `decode`, `all`) -> overrides such as ``engine.num_pages=64``."""
+
+
+def check_spec(spec: ClusterSpec) -> None:
+    """Raise ConfigError with one plain sentence if no cluster can be started from this."""
+    if spec.transfer not in {"auto", "shm", "tcp"}:
+        raise ConfigError(f"unknown transfer {spec.transfer!r}; use auto, shm or tcp")
+    if spec.prefill_mode not in {"local", "remote", "auto"}:
+        raise ConfigError(f"unknown prefill mode {spec.prefill_mode!r}; use local, remote or auto")
+    if spec.prefill_mode == "remote" and spec.prefill == 0:
+        raise ConfigError(
+            "prefill_mode is remote but there are 0 prefill workers; use --prefill 1 or --prefill-mode local"
+        )
+    unknown = set(spec.sets) - {*SERVICE_MODULES, "all"}
+    if unknown:
+        raise ConfigError(f"--set knows the roles gateway, prefill, decode and all, not {min(unknown)!r}")
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """Give each worker max(1, cores // workers) compute threads, so that heartbeats never starve."""
+    return max(1, cores // max(1, workers))
+
+
+def transports(transfer: str) -> list[str]:
+    """Transports in order of preference for a `--transfer` choice."""
+    return ["shm", "tcp"] if transfer == "auto" else [transfer]
+
+
+def worker_config(
+    spec: ClusterSpec, *, role: str, worker_id: str, run_dir: Path, model_dir: Path, gateways: list[str], threads: int
+) -> dict[str, object]:
+    """Return the configuration of one worker as nested plain data (TOML)."""
+    config: dict[str, object] = {
+        "worker": {
+            "id": worker_id,
+            "host": spec.host,
+            "gateways": gateways,
+            "secret_file": str(run_dir / "secret"),
+            "run_dir": str(run_dir),
+            "log_level": spec.log_level,
+        },
+        "model": {"path": str(model_dir), "name": spec.served_name or spec.model, "threads": threads},
+        "transfer": {"transports": transports(spec.transfer)},
+        "drain": {"budget_s": spec.drain_s},
+    }
+    if role == "decode":
+        config["prefill"] = {"mode": spec.prefill_mode}
+    return config
+
+
+def gateway_config(
+    spec: ClusterSpec, *, gateway_id: str, run_dir: Path, model_dir: Path, http_port: int, membership_port: int
+) -> dict[str, object]:
+    """Return the configuration of the gateway as nested plain data (TOML)."""
+    return {
+        "id": gateway_id,
+        "run_dir": str(run_dir),
+        "secret_file": str(run_dir / "secret"),
+        "log_level": spec.log_level,
+        "http": {"host": spec.host, "port": http_port},
+        "membership": {"host": spec.host, "port": membership_port},
+        "model": {"path": str(model_dir), "name": spec.served_name or spec.model},
+        "drain": {"budget_s": spec.drain_s},
+    }
+
+
+def overrides(spec: ClusterSpec, role: str) -> list[str]:
+    """Return the `--set` values for a role: those for all first, then its own."""
+    shared = () if role == "gateway" else spec.sets.get("all", ())
+    return [*shared, *spec.sets.get(role, ())]
+
+
+def next_worker_id(role: str, taken: set[str]) -> str:
+    """Return the free name with the lowest number, e.g. ``decode-1``."""
+    number = 1
+    while f"{role}-{number}" in taken:
+        number += 1
+    return f"{role}-{number}"
+
+
+def choose_leaving(role: str, ids: list[str], count: int) -> list[str]:
+    """Return which workers of a pool leave when `count` must go: the highest numbers first."""
+    pool = sorted((i for i in ids if i.rsplit("-", 1)[0] == role), key=lambda i: int(i.rsplit("-", 1)[1]))
+    return pool[len(pool) - count :][::-1] if count > 0 else []

@@ -1,0 +1,74 @@
+"""From one description to each process's configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError
+from deploy.local.spec import (
+    ClusterSpec,
+    check_spec,
+    choose_leaving,
+    gateway_config,
+    next_worker_id,
+    overrides,
+    threads_per_worker,
+    worker_config,
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (ClusterSpec(transfer="rdma"), "transfer"),
+        (ClusterSpec(prefill_mode="maybe"), "prefill mode"),
+        (ClusterSpec(prefill=0), "0 prefill workers"),
+        (ClusterSpec(sets={"router": ("a=1",)}), "router"),
+    ],
+)
+def test_a_wrong_description_is_refused_with_a_sentence_that_names_the_fault(spec, word):
+    with pytest.raises(ConfigError, match=word):
+        check_spec(spec)
+
+
+def test_no_prefill_workers_are_fine_where_decode_workers_compute_prompts():
+    check_spec(ClusterSpec(prefill=0, prefill_mode="local"))
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (2, 4, 1), (16, 3, 5), (1, 0, 1)])
+def test_threads_are_shared_and_never_less_than_one(cores, workers, threads):
+    assert threads_per_worker(cores, workers) == threads
+
+
+def test_only_decode_workers_get_a_prefill_section():
+    common = {"run_dir": Path("r"), "model_dir": Path("m"), "gateways": ["h:1"], "threads": 1}
+    spec = ClusterSpec(prefill_mode="auto", transfer="tcp")
+    decode = worker_config(spec, role="decode", worker_id="decode-1", **common)
+    prefill = worker_config(spec, role="prefill", worker_id="prefill-1", **common)
+    assert decode["prefill"] == {"mode": "auto"}
+    assert "prefill" not in prefill
+    assert decode["transfer"] == {"transports": ["tcp"]}
+
+
+def test_the_gateway_keeps_the_ports_it_is_given():
+    config = gateway_config(
+        ClusterSpec(), gateway_id="g", run_dir=Path("r"), model_dir=Path("m"), http_port=1, membership_port=2
+    )
+    assert (config["http"]["port"], config["membership"]["port"]) == (1, 2)
+
+
+def test_overrides_for_all_reach_workers_before_their_own_and_never_the_gateway():
+    spec = ClusterSpec(sets={"all": ("engine.num_pages=64",), "decode": ("engine.num_pages=128",), "gateway": ("x=1",)})
+    assert overrides(spec, "decode") == ["engine.num_pages=64", "engine.num_pages=128"]
+    assert overrides(spec, "prefill") == ["engine.num_pages=64"]
+    assert overrides(spec, "gateway") == ["x=1"]
+
+
+def test_new_workers_take_the_lowest_free_number():
+    assert next_worker_id("decode", {"decode-1", "decode-3", "prefill-2"}) == "decode-2"
+
+
+def test_the_highest_numbers_of_the_pool_leave_first():
+    ids = ["decode-1", "decode-2", "decode-10", "prefill-1"]
+    assert choose_leaving("decode", ids, 2) == ["decode-10", "decode-2"]
+    assert choose_leaving("decode", ids, 0) == []
