@@ -8,7 +8,7 @@ operation may still write returns to its owner only after `Transport.quiesced(op
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -88,7 +88,10 @@ class OpState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Op:
-    """One submitted read. Owned by its transport; readers look at it only through `poll` and `quiesced`."""
+    """One submitted read. Owned by its transport; readers look at its state only through `poll` and `quiesced`.
+
+    `landed_bytes` only grows and may be read from any thread: it shows progress, never completion.
+    """
 
     id: int
     transfer: TransferId
@@ -103,8 +106,8 @@ class Op:
 class SourceGuard(Protocol):
     """Asked by the serving half of a transport, from any thread, before and between the bytes of a read."""
 
-    def readable(self, lease: LeaseId, pages: Sequence[int]) -> bool:
-        """True iff the lease lives and covers all of `pages` (row records of a lease are covered too)."""
+    def readable(self, lease: LeaseId, region: int, offsets: I64, nbytes: I64) -> bool:
+        """True iff the lease lives and its page and row records cover all of those byte ranges of the region."""
         ...
 
 
@@ -156,6 +159,21 @@ class Transport(Protocol):
         ...
 
 
+class TransportOpener(Protocol):
+    """Opens transports over this process's regions; `kv_transfer.factory.TransportFactory` is the shipped one.
+
+    A reader and a server never share a transport: destroying the reader's as a fence must not silence the server.
+    """
+
+    def open(self, name: str, guard: SourceGuard | None, on_event: Callable[[], None]) -> Transport:
+        """Open a transport with all regions registered; raises ConfigError if it cannot work here.
+
+        Without a guard it serves nobody and must not be exported. `on_event` is called from any thread when `Transport.poll` has news; it must not block.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsCancel(Protocol):
     """Transports whose reads can be stopped early."""
 
@@ -192,7 +210,10 @@ class DestinationHost(Protocol):
     """The owner of destination pages, on the asyncio thread; the decode worker implements it over its engine."""
 
     async def land(self, seq: int, start: int, end: int) -> tuple[int, ...]:
-        """Allocate LANDING pages for tokens [start, end); waits for room; raises TandemError if the request ended."""
+        """Allocate LANDING pages for tokens [start, end); waits for room; raises TandemError if the request ended.
+
+        Those pages and the row of the sequence stay its own until `drop` or until the pull returned.
+        """
         ...
 
     def drop(self, seq: int, open_pages: Sequence[int]) -> None:
