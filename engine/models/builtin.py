@@ -1,0 +1,74 @@
+"""The models that come with Tandem, each prepared once into a cache directory as a complete model directory.
+
+`scripted` and the tiny Llamas are generated; `smollm2` is converted from the weights inside an installed package.
+Needs no torch.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from core.errors import ConfigError
+from engine.models.byte_tokenizer import byte_ids, chat_tail, write_byte_tokenizer
+from engine.models.manifest import make_directory
+from engine.models.script import Script, ScriptedConfig
+
+
+def chat_script(user: str, reply: str) -> Script:
+    """Script for a conversation whose last user message ends with `user` (byte tokenizer, ChatML template)."""
+    return Script(after=byte_ids(user) + chat_tail(), emit=byte_ids(reply))
+
+
+def text_script(after: str, emit: str) -> Script:
+    """Script for a plain completion whose prompt ends with `after`."""
+    return Script(after=byte_ids(after), emit=byte_ids(emit))
+
+
+SCRIPTED = ScriptedConfig(
+    scripts=(
+        chat_script("Say hello.", "Hello from the scripted model."),
+        chat_script("Say hello in five languages.", "Hello, 你好, Привет, مرحبا, Γειά 🙂"),
+        chat_script(
+            "What is the weather in Paris?",
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        ),
+        text_script("The quick brown fox", " jumps over the lazy dog."),
+    )
+)
+"""What the builtin `scripted` says."""
+
+
+def prepare_scripted(cache_dir: Path, config: ScriptedConfig, name: str = "scripted") -> Path:
+    """Return a directory with a scripted model of this configuration; equal configurations share one."""
+    body = msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+    def fill(directory: Path) -> None:
+        (directory / "config.json").write_bytes(body)
+        write_byte_tokenizer(directory, config.vocab_size)
+
+    digest = hashlib.sha256(body).hexdigest()[:12]
+    return make_directory(cache_dir / f"{name}-{digest}", name, fill)
+
+
+def _prepare_builtin_scripted(cache_dir: Path) -> Path:
+    return prepare_scripted(cache_dir, SCRIPTED)
+
+
+_BUILTIN: dict[str, Callable[[Path], Path]] = {
+    "scripted": _prepare_builtin_scripted,
+}
+BUILTIN_NAMES = tuple(_BUILTIN)
+
+
+def prepare_builtin(name: str, cache_dir: Path) -> Path:
+    """Return the directory of a builtin model, made under `cache_dir` if it is not there yet.
+
+    Idempotent and safe against other processes doing the same. Raises `ConfigError` for an unknown name or a missing
+    source package.
+    """
+    prepare = _BUILTIN.get(name)
+    if prepare is None:
+        raise ConfigError(f"there is no builtin model {name!r}; known are {', '.join(BUILTIN_NAMES)}")
+    return prepare(cache_dir)

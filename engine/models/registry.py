@@ -1,0 +1,41 @@
+"""Which module loads which architecture, imported only when asked for; the one way to load a model from a directory."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.errors import CheckpointError
+from engine.models.manifest import read_manifest
+from engine.models.model import Model
+
+_LOADERS = {
+    "ScriptedForTandem": "engine.models.scripted",
+    "LlamaForCausalLM": "engine.models.llama",
+}
+"""Architecture name of config.json -> module with `load(directory, config, manifest, name, dtype) -> Model`."""
+
+
+def load_model(directory: Path, *, name: str | None = None, dtype: str | None = None, verify: bool = True) -> Model:
+    """Load the model of a directory.
+
+    `name` is what clients call it (default: the manifest's, else the directory's); `dtype` one of f32, f64, bf16
+    (default: the checkpoint's). With `verify`, file checksums are compared first. Raises `CheckpointError`.
+    """
+    manifest = read_manifest(directory, verify=verify)
+    path = directory / "config.json"
+    try:
+        config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise CheckpointError(f"model directory {directory} has no readable config.json") from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    architectures = config.get("architectures") or ["(none)"]
+    module = _LOADERS.get(str(architectures[0]))
+    if module is None:
+        known = ", ".join(sorted(_LOADERS))
+        raise CheckpointError(f"{path} names architecture {architectures[0]}; supported are {known}")
+    load: Callable[..., Model] = importlib.import_module(module).load
+    return load(directory, config, manifest, name or manifest.name, dtype)
