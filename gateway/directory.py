@@ -1,0 +1,292 @@
+"""Which workers exist, and what is known of each: registration, load, lease, breaker, our own dispatches.
+
+Pure state over an injected clock, used by the event loop's thread. It opens no connection and picks no worker; it
+keeps `gateway.fleet.Fleet` in step with what it is told. A worker is *gone* when it deregistered or its lease ran
+out; a worker whose membership stream broke gets no new work but keeps its place until the lease ends.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.errors import NamespaceMismatch, NoCapacity
+from core.ids import Incarnation, WorkerId
+from core.lifecycle import State
+from core.worker import Load, Registration, Role
+from gateway.breaker import Breaker, BreakerRules
+from gateway.fleet import MODES, Fleet
+
+RECENT_HALF_LIFE_S = 60.0
+"""How fast the long-term load of a worker forgets."""
+FORGET_BREAKER_S = 600.0
+"""A name not seen for this long loses its breaker."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One live incarnation of a worker. `slot` is its index in the fleet while `alive`."""
+
+    slot: int
+    registration: Registration
+    breaker: Breaker
+    lease_until: float
+    connected: bool = True
+    alive: bool = True
+    load: Load | None = None
+    draining: bool = False
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Name of the worker."""
+        return self.registration.worker_id
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The process behind the name."""
+        return self.registration.incarnation
+
+
+class Interning:
+    """Small numbers for strings and bytes that are only compared. Bounded by the caller's set of names."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str | bytes, int] = {}
+
+    def code(self, name: str | bytes) -> int:
+        """Return the number of `name`, minting one (from 1) at first sight."""
+        return self._codes.setdefault(name, len(self._codes) + 1)
+
+    def find(self, name: str | bytes) -> int:
+        """Return the number of `name`, or 0 if it was never seen."""
+        return self._codes.get(name, 0)
+
+
+@dataclass(slots=True)
+class _Names:
+    models: Interning = field(default_factory=Interning)
+    fingerprints: Interning = field(default_factory=Interning)
+    domains: Interning = field(default_factory=Interning)
+    transports: Interning = field(default_factory=Interning)
+
+
+class Directory:
+    """All members of the cluster as this gateway process sees them."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        ttl_s: float = 3.0,
+        max_workers: int = 4096,
+        mixed_fingerprints: bool = False,
+        breaker: BreakerRules | None = None,
+    ) -> None:
+        self._clock = clock
+        self.ttl_s = ttl_s
+        self._max_workers = max_workers
+        self._mixed = mixed_fingerprints
+        self._rules = breaker or BreakerRules()
+        self.fleet = Fleet.empty(16)
+        self.names = _Names()
+        self._members: dict[WorkerId, Member] = {}
+        self._slots: list[Member | None] = [None] * 16
+        self._breakers: dict[WorkerId, tuple[Breaker, float]] = {}
+
+    # What workers say
+
+    def join(self, registration: Registration) -> tuple[Member, Member | None]:
+        """Admit a worker; return it and the older incarnation it replaces, if any.
+
+        The same incarnation joining again (a stream that was re-established) keeps its slot and load.
+        Raises `NamespaceMismatch` for a foreign fingerprint and `NoCapacity` for a name that is in use.
+        """
+        now = self._clock.now()
+        old = self._members.get(registration.worker_id)
+        if old is not None and old.incarnation == registration.incarnation:
+            old.connected = True
+            old.lease_until = now + self.ttl_s
+            self._publish(old)
+            return old, None
+        if old is not None and old.connected and old.lease_until > now:
+            raise NoCapacity(
+                f"a live worker already uses the name {registration.worker_id!r} at {old.registration.address}; "
+                "give this one another id or stop the other",
+                retry_after_s=self.ttl_s,
+            )
+        self._check_fingerprint(registration, replaced=old)
+        if old is not None:
+            self._remove(old)
+        member = Member(
+            slot=self._free_slot(),
+            registration=registration,
+            breaker=self._breaker(registration.worker_id, now),
+            lease_until=now + self.ttl_s,
+        )
+        self._members[member.worker_id] = member
+        self._slots[member.slot] = member
+        self._describe(member)
+        self._publish(member)
+        return member, old
+
+    def heartbeat(self, member: Member, load: Load) -> None:
+        """Renew the lease and take over the load; what we sent since the last report is now inside it."""
+        if not member.alive:
+            return
+        member.load = load
+        member.connected = True
+        member.lease_until = self._clock.now() + self.ttl_s
+        fleet, slot = self.fleet, member.slot
+        fleet.pages_free[slot] = load.pages_free + load.pages_evictable
+        fleet.rate[slot] = load.prefill_tokens_per_s
+        fleet.step_s[slot] = load.step_ms / 1000.0
+        fleet.waiting_tokens[slot] = load.waiting_tokens
+        fleet.requests[slot] = load.running_requests + load.waiting_requests
+        fleet.since_tokens[slot] = 0.0
+        fleet.since_requests[slot] = 0.0
+        self._publish(member)
+
+    def disconnected(self, member: Member) -> None:
+        """Its membership stream ended without a goodbye: no new work, and one failure for its breaker."""
+        if member.alive and member.connected:
+            member.connected = False
+            self.failed(member)
+            self._publish(member)
+
+    def deregister(self, member: Member) -> None:
+        """It says goodbye (drain): it is no member any more; what it still runs goes on."""
+        if member.alive:
+            self._remove(member)
+
+    def expire(self) -> list[Member]:
+        """Remove the members whose lease ran out and return them."""
+        now = self._clock.now()
+        lost = [member for member in self._members.values() if member.lease_until <= now]
+        for member in lost:
+            self._remove(member)
+        for name, (_, last) in list(self._breakers.items()):
+            if name not in self._members and now - last > FORGET_BREAKER_S:
+                del self._breakers[name]
+        return lost
+
+    # What we learn of them
+
+    def failed(self, member: Member) -> None:
+        """It failed at something that says the worker itself is ill."""
+        member.breaker.failed(self._clock.now())
+        self._publish(member)
+
+    def succeeded(self, member: Member) -> None:
+        """It did its part of a request."""
+        if member.breaker.failures or member.breaker.probing:
+            member.breaker.succeeded()
+            self._publish(member)
+
+    def undecided(self, member: Member) -> None:
+        """A dispatch to it ended for reasons of its own."""
+        if member.breaker.probing:
+            member.breaker.undecided()
+            self._publish(member)
+
+    def dispatched(self, member: Member) -> None:
+        """A request goes there now."""
+        member.breaker.dispatched()
+        self._publish(member)
+
+    def draining(self, member: Member) -> None:
+        """It refused work because it is going away; its next reports will say so too."""
+        member.draining = True
+        self._publish(member)
+
+    # Questions
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def at(self, slot: int) -> Member:
+        """Return the member of a slot that routing chose."""
+        member = self._slots[slot]
+        assert member is not None, f"slot {slot} is not in use"
+        return member
+
+    def find(self, worker_id: WorkerId) -> Member | None:
+        """Return the live member of that name."""
+        return self._members.get(worker_id)
+
+    def of_role(self, role: Role, model: str = "") -> list[Member]:
+        """Return the members of a role (and model), in no particular order."""
+        return [
+            member
+            for member in self._members.values()
+            if member.registration.role is role and (not model or member.registration.model == model)
+        ]
+
+    # Book-keeping
+
+    def _check_fingerprint(self, registration: Registration, replaced: Member | None) -> None:
+        if self._mixed:
+            return
+        for other in self._members.values():
+            told = other.registration
+            if other is replaced or told.model != registration.model or told.fingerprint == registration.fingerprint:
+                continue
+            raise NamespaceMismatch(
+                f"worker {registration.worker_id!r} has fingerprint {registration.fingerprint.hex()[:12]}, but "
+                f"{told.worker_id!r} serves {told.model!r} here with {told.fingerprint.hex()[:12]}: model files, "
+                "tokenizer, page size and version must be equal (or allow `membership.mixed_fingerprints`)"
+            )
+
+    def _breaker(self, worker_id: WorkerId, now: float) -> Breaker:
+        breaker = self._breakers[worker_id][0] if worker_id in self._breakers else Breaker(self._rules)
+        self._breakers[worker_id] = (breaker, now)
+        return breaker
+
+    def _free_slot(self) -> int:
+        if len(self._members) >= self._max_workers:
+            raise NoCapacity(f"this gateway takes at most {self._max_workers} workers", retry_after_s=self.ttl_s)
+        if None not in self._slots:
+            self.fleet.grow(2 * len(self._slots))
+            self._slots.extend([None] * len(self._slots))
+        return self._slots.index(None)
+
+    def _remove(self, member: Member) -> None:
+        member.alive = False
+        member.connected = False
+        self.fleet.clear(member.slot)
+        self._slots[member.slot] = None
+        del self._members[member.worker_id]
+        self._breakers[member.worker_id] = (member.breaker, self._clock.now())
+
+    def _describe(self, member: Member) -> None:
+        fleet, slot, told = self.fleet, member.slot, member.registration
+        fleet.clear(slot)
+        fleet.used[slot] = True
+        fleet.prefill[slot] = told.role is Role.PREFILL
+        fleet.decode[slot] = told.role is Role.DECODE
+        fleet.model[slot] = self.names.models.code(told.model)
+        fleet.fingerprint[slot] = self.names.fingerprints.code(told.fingerprint)
+        fleet.domain[slot] = self.names.domains.code(told.domain)
+        # Beyond 62 names a transport is simply not told apart: the pair is then tried, and refused by its handshake.
+        fleet.transports[slot] = sum(
+            1 << code for code in {self.names.transports.code(name) for name in told.transports} if code < 63
+        )
+        fleet.mode[slot] = MODES.get(told.prefill_mode, MODES["remote"])
+        fleet.key[slot] = zlib.crc32(told.worker_id.encode())
+        fleet.page_tokens[slot] = told.page_tokens
+        fleet.max_tokens[slot] = told.max_tokens_total
+        fleet.num_pages[slot] = told.num_pages
+        fleet.rows[slot] = told.num_rows
+        fleet.pages_free[slot] = told.num_pages
+
+    def _publish(self, member: Member) -> None:
+        if not member.alive:
+            return
+        fleet, slot = self.fleet, member.slot
+        state_ok = member.load is not None and member.load.state is State.READY
+        fleet.ready[slot] = state_ok and member.connected and not member.draining
+        fleet.probing[slot] = member.breaker.probing
+        fleet.lease_until[slot] = member.lease_until
+        fleet.open_until[slot] = member.breaker.open_until

@@ -1,0 +1,68 @@
+"""What one attempt costs the workers it was sent to, counted once and given back exactly once.
+
+A `Dispatch` is the receipt: it adds to the fleet's own-work figures at creation and takes off at first token and
+end. Holds no connection and decides nothing.
+"""
+
+import numpy as np
+
+from gateway.directory import RECENT_HALF_LIFE_S, Directory, Member
+
+
+class Dispatch:
+    """One attempt's work at its prefill worker (None: the decode worker computes the prompt) and decode worker."""
+
+    def __init__(
+        self, directory: Directory, *, prefill: Member | None, decode: Member, tokens: int, seconds: float
+    ) -> None:
+        self._directory = directory
+        self._decode = decode
+        self._tokens = float(tokens)
+        self._computing: Member | None = None
+        self._open = True
+        fleet = directory.fleet
+        if decode.alive:
+            fleet.own_requests[decode.slot] += 1
+            fleet.since_requests[decode.slot] += 1
+        directory.dispatched(decode)
+        self.place(prefill, seconds=seconds)
+
+    def place(self, prefill: Member | None, *, seconds: float) -> None:
+        """The prompt is computed at `prefill`, or at the decode worker; earlier placement is given back."""
+        self._give_back()
+        self._computing = target = prefill or self._decode
+        fleet = self._directory.fleet
+        if target.alive:
+            fleet.own_tokens[target.slot] += self._tokens
+            fleet.since_tokens[target.slot] += self._tokens
+            fleet.recent_s[target.slot] += seconds
+        if prefill is not None:
+            self._directory.dispatched(prefill)
+
+    def computed(self) -> None:
+        """The prompt is done: its tokens wait nowhere any more. Idempotent."""
+        if self._computing is not None and self._computing is not self._decode:
+            self._directory.succeeded(self._computing)
+        self._give_back()
+
+    def close(self) -> None:
+        """The attempt is over, however it ended. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        if self._computing is not None and self._computing is not self._decode:
+            self._directory.undecided(self._computing)
+        self._give_back()
+        if self._decode.alive:
+            self._directory.fleet.own_requests[self._decode.slot] -= 1
+        self._directory.undecided(self._decode)
+
+    def _give_back(self) -> None:
+        target, self._computing = self._computing, None
+        if target is not None and target.alive:
+            self._directory.fleet.own_tokens[target.slot] -= self._tokens
+
+
+def decay_recent(directory: Directory, elapsed_s: float) -> None:
+    """Let the long-term load of all workers fade by `elapsed_s` seconds."""
+    directory.fleet.recent_s *= np.exp2(-elapsed_s / RECENT_HALF_LIFE_S)

@@ -1,0 +1,110 @@
+"""What routing decides about (`Job`), by which constants (`RoutingRules`), and what it answers (`Choice`).
+
+Plain values; knows no workers' names and no wire.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.fleet import Ints
+
+NONE = -1
+"""Slot of "no prefill worker": the decode worker computes the prompt."""
+
+
+class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `routing` of the gateway's configuration. Times are seconds; figures reported by workers win."""
+
+    policy: str = "prefix"
+    """prefix | least_loaded | round_robin | random."""
+    base_s: float = 0.002
+    """Fixed cost of one prefill."""
+    prefill_tokens_per_s: float = 2000.0
+    """Assumed until a worker reports its own rate."""
+    quadratic_s: float = 0.0
+    """Seconds per (uncached token x context token): attention's share of long prompts."""
+    step_s: float = 0.02
+    """Assumed decode step until reported."""
+    expected_output_tokens: int = 128
+    """A request is assumed to emit at most this many tokens when its slow-down of a decode worker is predicted."""
+    kv_bytes_per_token: float = 0.0
+    """0: learned from finished hand-overs; until then moving is free."""
+    link_bytes_per_s: float = 1e9
+    cross_domain_factor: float = 4.0
+    """How much slower the link is between workers of different domains."""
+    duplicate_weight: float = 2.0
+    """Extra charge for recomputing what another worker already holds, on continuing chains."""
+    recent_weight: float = 0.03
+    """Times k/(1-k), k = share of continuing requests: charge for long-term load, on new chains."""
+    continuing_share: float = 0.8
+    """A prompt continues a chain if some worker holds at least this share of it."""
+    tie_share: float = 0.02
+    tie_s: float = 0.002
+    """Pairs within best * (1 + share) + tie_s count as equal; the longest prefix, then rotation decides."""
+    shortlist: int = 64
+    """Pairs are formed of at most this many prefill and this many decode workers, the best of each kind."""
+    max_waiting_requests: int = 1024
+    """A decode worker with more live requests than its rows plus this takes no more."""
+    local_fallback: bool = True
+    """If no prefill worker can be had, let a `remote` decode worker compute the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One attempt to be placed."""
+
+    model: int
+    """The directory's number of the model's name."""
+    num_tokens: int
+    """Tokens whose KV is needed: the prompt, and on a resume the output so far."""
+    max_output: int
+    matched: Ints
+    """[slots] leading tokens that each worker already holds."""
+    exclude_prefill: frozenset[int] = frozenset()
+    exclude_decode: frozenset[int] = frozenset()
+    session: int = 0
+    """Hash of the session hint; 0: none. Decides only between equals."""
+    continuing: float = 0.0
+    """k of `RoutingRules.recent_weight`, as measured by this gateway."""
+    bytes_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The answer: slots of the pair, and why."""
+
+    prefill: int
+    """A slot, or `NONE`."""
+    decode: int
+    seconds: float
+    """Predicted cost of the pair: for metrics and `why` logs."""
+    prefill_s: float
+    """Predicted prefill time: what the long-term load is charged."""
+    matched_prefill: int = 0
+    matched_decode: int = 0
+
+
+class Shortage(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no pair."""
+
+    role: str
+    """decode | prefill | pair | capacity | fits"""
+    message: str
+    largest: int = 0
+    """With role `fits`: the largest prompt + output any worker of this model takes."""
+
+
+Placement = Choice | Shortage
+
+
+@dataclass(slots=True)
+class Continuation:
+    """Measures k: the decayed share of requests that continue a chain some worker holds."""
+
+    weight: float = 0.02
+    share: float = field(default=0.0)
+
+    def observe(self, continuing: bool) -> None:
+        """Count one placed request."""
+        self.share += self.weight * (float(continuing) - self.share)

@@ -1,0 +1,61 @@
+"""What a placement costs, in predicted seconds: one currency for queueing, computing, moving and slowing down.
+
+Pure functions over the fleet's arrays; each returns one figure per slot or pair.
+"""
+
+import numpy as np
+
+from gateway.fleet import Fleet, Floats, Ints
+from gateway.routing.job import Job, RoutingRules
+
+
+def prefill_rate(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
+    """[n] tokens per second: reported, else assumed."""
+    reported = fleet.rate[slots]
+    return np.where(reported > 0, reported, rules.prefill_tokens_per_s)
+
+
+def queue_seconds(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
+    """[n] seconds until a new prompt would start to be computed."""
+    return fleet.queued_tokens()[slots] / prefill_rate(fleet, slots, rules)
+
+
+def compute_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: RoutingRules) -> Floats:
+    """[n] seconds to compute what is not cached: linear in uncached tokens plus attention's quadratic share."""
+    uncached = np.maximum(job.num_tokens - matched, 1).astype(np.float64)
+    attention = rules.quadratic_s * uncached * (job.num_tokens - uncached / 2)
+    return rules.base_s + uncached / prefill_rate(fleet, slots, rules) + attention
+
+
+def horizon_seconds(fleet: Fleet, slots: Ints, job: Job, compute: Floats, rules: RoutingRules) -> Floats:
+    """[n] what the placement costs others later.
+
+    A continuing chain pays for duplicate work; a new one, whose next turns will follow it, for long-term load.
+    """
+    longest = int(job.matched.max(initial=0))
+    if longest >= rules.continuing_share * job.num_tokens:
+        return rules.duplicate_weight * compute
+    share = min(job.continuing, 0.99)
+    return rules.recent_weight * share / (1 - share) * fleet.recent_s[slots]
+
+
+def decode_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: RoutingRules) -> Floats:
+    """[n] predicted time of decoding there beyond an empty worker: fuller steps, a wait for a row, missing pages."""
+    output = float(min(job.max_output, rules.expected_output_tokens))
+    step = np.where(fleet.step_s[slots] > 0, fleet.step_s[slots], rules.step_s)
+    live, rows = fleet.live_requests()[slots], np.maximum(fleet.rows[slots], 1)
+    whole = output * step
+    slower = whole * np.minimum(live + 1, rows) / rows
+    row_wait = whole * np.maximum(live + 1 - rows, 0) / rows
+    size = np.maximum(fleet.page_tokens[slots], 1)
+    pages = np.ceil((job.num_tokens + output - matched) / size)
+    short = np.maximum(pages - fleet.pages_free[slots], 0) / np.maximum(pages, 1)
+    return slower + row_wait + whole * short
+
+
+def move_seconds(fleet: Fleet, prefill: Ints, decode: Ints, job: Job, rules: RoutingRules) -> Floats:
+    """[P, D] seconds to move the pages that the decode worker does not hold."""
+    missing = np.maximum(job.num_tokens - job.matched[decode], 0)
+    seconds = missing * job.bytes_per_token / rules.link_bytes_per_s
+    far = fleet.domain[prefill][:, None] != fleet.domain[decode][None, :]
+    return seconds[None, :] * np.where(far, rules.cross_domain_factor, 1.0)
