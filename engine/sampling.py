@@ -238,15 +238,16 @@ def _largest(values: Floats, count: int) -> I64:
     return np.flatnonzero(keep)
 
 
-def _candidates(scaled: Floats, top_k: int, top_p: float, min_p: float) -> I64:
-    """Return the ascending ids that min-p, top-k and top-p leave of one row of scaled logits [vocab]."""
-    top = scaled.max()
-    floor = float(top) + np.log(min_p) if min_p > 0 else -np.inf
-    ids = np.flatnonzero(scaled >= floor) if min_p > 0 else np.flatnonzero(scaled > -np.inf)
+def _candidates(scaled: Floats, top_k: int, top_p: float, min_p: float) -> I64 | None:
+    """Return the ascending ids that min-p, top-k and top-p leave of one row of scaled logits [vocab]; None: all."""
+    if min_p <= 0 and top_k <= 0 and top_p >= 1:
+        return None
+    top = float(scaled.max())
+    ids = np.flatnonzero(scaled >= top + np.log(min_p)) if min_p > 0 else np.flatnonzero(scaled > -np.inf)
     if 0 < top_k < len(ids):
         ids = ids[_largest(scaled[ids], top_k)]
     if top_p < 1:
-        ids = ids[_nucleus(scaled[ids].astype(np.float64) - float(top), top_p)]
+        ids = ids[_nucleus(scaled[ids].astype(np.float64) - top, top_p)]
     return ids
 
 
@@ -264,17 +265,20 @@ def _nucleus(gaps: F64, top_p: float) -> I64:
     return np.sort(order[:count])
 
 
-def _gumbel_argmax(scaled: Floats, ids: I64, seed: int, position: int, sample: int) -> int:
-    """Return argmax of scaled logit + noise over `ids`, ties to the lowest id, evaluating noise only where it matters.
+def _gumbel_argmax(scaled: Floats, ids: I64 | None, seed: int, position: int, sample: int) -> int:
+    """Return argmax of scaled logit + noise over `ids` (None: all), ties to the lowest id.
 
-    Noise is bounded by GUMBEL_MAX: once some id has a perturbed value, ids further below it than that cannot win. The
-    result equals the full evaluation exactly.
+    Noise is bounded by GUMBEL_MAX: once some id has a perturbed value, ids further below it than that cannot win and
+    their noise is not computed. The result equals the full evaluation exactly.
     """
-    values = scaled[ids].astype(np.float64)
-    if len(ids) > _WHOLE:
-        top = values.max()
-        near = np.flatnonzero(values >= top - _NEAR)
-        best = (values[near] + gumbel(ids[near], seed, position, sample)).max()
-        can_win = np.flatnonzero(values >= best - GUMBEL_MAX)
-        ids, values = ids[can_win], values[can_win]
-    return int(ids[np.argmax(values + gumbel(ids, seed, position, sample))])
+    values = scaled if ids is None else scaled[ids]
+    if len(values) > _WHOLE:
+        near = np.flatnonzero(values >= values.max() - values.dtype.type(_NEAR))
+        names = near if ids is None else ids[near]
+        best = (values[near].astype(np.float64) + gumbel(names, seed, position, sample)).max()
+        # The margin covers rounding of the bound to the logits' type.
+        can_win = np.flatnonzero(values >= values.dtype.type(best - GUMBEL_MAX - 1e-3))
+        ids, values = can_win if ids is None else ids[can_win], values[can_win]
+    elif ids is None:
+        ids = np.arange(len(values))
+    return int(ids[np.argmax(values.astype(np.float64) + gumbel(ids, seed, position, sample))])
