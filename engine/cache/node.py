@@ -4,7 +4,7 @@ Positions are absolute: page i of a node lies at position `depth + i` of its cha
 eviction order or of events. `pages` arrays are never written in place, so slices handed out stay true.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,14 @@ class Node:
     def is_trimmable(self) -> bool:
         """True if the last page has neither lock nor page below it."""
         return not self.kids and self.num_locked < len(self.keys)
+
+    def subtree(self) -> Iterator["Node"]:
+        """Yield this node and all below it, parents before kids."""
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.kids.values())
 
     def match(self, hashes: Sequence[PageHash], start: int) -> int:
         """Return how many pages from position `start` on equal `hashes` (indexed by position).
@@ -119,3 +127,19 @@ class Node:
         before = self.num_locked
         self.num_locked = int(np.count_nonzero(self.locks[:high]))
         return before - self.num_locked
+
+
+def walk(root: Node, hashes: Sequence[PageHash]) -> tuple[list[Node], int]:
+    """Return the nodes on a chain (the root first; the last may match partly) and the matched length in pages."""
+    node, depth, total = root, 0, len(hashes)
+    path = [node]
+    while depth < total:
+        kid = node.kids.get(hashes[depth])
+        if kid is None:
+            break
+        path.append(kid)
+        depth += kid.match(hashes, depth)
+        if depth < kid.end:
+            break
+        node = kid
+    return path, depth

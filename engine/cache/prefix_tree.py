@@ -9,16 +9,17 @@ without locks leave from the tails of leaves, least recently used leaf first. Si
 page without a lock can be evicted: `num_evictable` is exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from core.errors import InvariantError
 from core.ids import PageHash
 from engine.cache.events import KvRecorder, NullRecorder
+from engine.cache.flushed import FlushedPages
 from engine.cache.hit import Hit, Legality, every_prefix
 from engine.cache.leaf_queue import LeafQueue
-from engine.cache.node import Node
+from engine.cache.node import Node, walk
 from engine.cache.page_pool import PagePool
 from engine.cache.page_state import Pages
 from engine.cache.receipt import HeldRow, Published, Receipt
@@ -55,8 +56,7 @@ class PrefixTree:
         self._version = 0
         # Bumped by flush: receipts of before belong to pages that nobody matches any more.
         self._generation = 0
-        self._flushed: dict[Node, None] = {}
-        self._orphans: list[Pages] = []
+        self._flushed = FlushedPages()
 
     @property
     def num_pages(self) -> int:
@@ -75,7 +75,7 @@ class PrefixTree:
 
     def match(self, hashes: Sequence[PageHash]) -> Hit:
         """Return the longest cached prefix of a chain and its legal lengths. Changes nothing but the access order."""
-        path, depth = self._walk(hashes)
+        path, depth = walk(self._root, hashes)
         self._touch(path[-1])
         pages = _joined([node.pages[: depth - node.depth] for node in path[1:]])
         present = np.ones(len(hashes), np.bool_)
@@ -90,7 +90,7 @@ class PrefixTree:
         """
         if not 0 <= num_pages <= hit.num_device or not bool(hit.legal[num_pages]):
             raise InvariantError(f"{num_pages} pages is not a legal length of a hit of {hit.num_device} pages")
-        path, depth = self._walk(hit.hashes[:num_pages])
+        path, depth = walk(self._root, hit.hashes[:num_pages])
         if hit.version != self._version:
             pages = _joined([node.pages[: depth - node.depth] for node in path[1:]])
             if not np.array_equal(pages, hit.pages[:num_pages]):
@@ -121,7 +121,7 @@ class PrefixTree:
                 if is_live:
                     self._leaves.push(node)
                 elif released:
-                    self._orphan(node)
+                    self._flushed.collect(node)
             node = node.parent
 
     def publish(self, owner: SeqId, hashes: Sequence[PageHash], pages: Pages, receipt: Receipt) -> Published:
@@ -146,7 +146,7 @@ class PrefixTree:
         for run, low, high in runs:
             canonical.append(run.pages[low - run.depth : high - run.depth])
             self._num_locked += run.lock(low, high)
-        node = runs[-1][0] if runs else self._cover(receipt)
+        node = runs[-1][0] if runs else receipt.last_node()
         if depth < total:
             donated = pages[depth:].copy()
             canonical.append(donated)
@@ -157,7 +157,7 @@ class PrefixTree:
 
     def evict(self, count: int) -> Pages:
         """Take min(count, num_evictable) pages out, never a locked one; the caller frees them under the fence."""
-        taken = self._take_orphans(count)
+        taken = self._flushed.take(count)
         need = count - sum(map(len, taken))
         gone: list[PageHash] = []
         while need > 0:
@@ -180,14 +180,11 @@ class PrefixTree:
 
         Locked pages follow when their receipts are used up; they count as evictable from then on.
         """
-        taken = self._orphans
-        self._orphans = []
         self._leaves.clear()
-        for node in tuple(self._nodes()):
+        for node in tuple(self._root.subtree()):
             node.kids.clear()
-            taken.append(node.trim(len(node.keys) - node.num_locked)[1])
-            if node.keys:
-                self._flushed[node] = None
+            self._flushed.add(node)
+        taken = self._flushed.take(self._num_pages)
         self._root = Node(None, 0, [], _NO_PAGES)
         self._generation += 1
         self._version += 1
@@ -200,9 +197,9 @@ class PrefixTree:
         """Check I1-I5, I7, I8 and I12 of tree and pool; `rows` are all live sequences, if known."""
         view = TreeView(
             root=self._root,
-            nodes=tuple(self._nodes()),
-            flushed=tuple(self._flushed),
-            orphans=tuple(self._orphans),
+            nodes=tuple(self._root.subtree()),
+            flushed=self._flushed.nodes(),
+            orphans=self._flushed.orphans(),
             queued=self._leaves.nodes(),
             receipts=tuple(self._receipts),
             generation=self._generation,
@@ -212,31 +209,9 @@ class PrefixTree:
         )
         return audit_tree(view, self._pool, rows)
 
-    def _walk(self, hashes: Sequence[PageHash]) -> tuple[list[Node], int]:
-        """Return the nodes on a chain (the root first; the last may match partly) and the matched length."""
-        node, depth, total = self._root, 0, len(hashes)
-        path = [node]
-        while depth < total:
-            kid = node.kids.get(hashes[depth])
-            if kid is None:
-                break
-            path.append(kid)
-            depth += kid.match(hashes, depth)
-            if depth < kid.end:
-                break
-            node = kid
-        return path, depth
-
-    def _cover(self, receipt: Receipt) -> Node:
-        """Return the node that holds the last page of a receipt: splits may have moved it above the receipt's node."""
-        node = receipt.node
-        while node.parent is not None and node.depth >= receipt.num_pages:
-            node = node.parent
-        return node
-
     def _follow(self, receipt: Receipt, hashes: Sequence[PageHash]) -> tuple[list[tuple[Node, int, int]], int]:
         """Walk on from the end of a receipt; returns runs (node, low, high) that the tree has already, and their end."""
-        node, depth, total = self._cover(receipt), receipt.num_pages, len(hashes)
+        node, depth, total = receipt.last_node(), receipt.num_pages, len(hashes)
         runs: list[tuple[Node, int, int]] = []
         while depth < total:
             if depth == node.end:
@@ -284,22 +259,6 @@ class PrefixTree:
         self._leaves.push(node)
         return removed
 
-    def _take_orphans(self, count: int) -> list[Pages]:
-        taken: list[Pages] = []
-        need = count
-        while need > 0 and self._orphans:
-            pages = self._orphans.pop()
-            if len(pages) > need:
-                self._orphans.append(pages[need:])
-            taken.append(pages[:need])
-            need -= len(taken[-1])
-        return taken
-
-    def _orphan(self, node: Node) -> None:
-        self._orphans.append(node.trim(len(node.keys) - node.num_locked)[1])
-        if not node.keys:
-            del self._flushed[node]
-
     def _touch(self, node: Node | None) -> None:
         self._clock += 1
         while node is not None:
@@ -315,13 +274,6 @@ class PrefixTree:
         if receipt not in self._receipts:
             raise InvariantError("a receipt was used twice, or is of another tree")
         del self._receipts[receipt]
-
-    def _nodes(self) -> Iterator[Node]:
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.kids.values())
 
 
 def _joined(parts: list[Pages]) -> Pages:

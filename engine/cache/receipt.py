@@ -20,6 +20,16 @@ class Receipt:
         self.num_pages = num_pages
         self.generation = generation
 
+    def last_node(self) -> Node:
+        """Return the node that holds the last locked page (the root if there is none).
+
+        Splits may have moved it above `node`, never below.
+        """
+        node = self.node
+        while node.parent is not None and node.depth >= self.num_pages:
+            node = node.parent
+        return node
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
