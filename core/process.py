@@ -1,0 +1,152 @@
+"""The outermost shell of a service process: configuration, signals, leaving, exit codes, and the ready file.
+
+Knows no service. Exit codes: 0 left in order, 1 crashed, 3 preflight failed with one plain sentence on stderr.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from core.clock import Clock, SystemClock
+from core.config import load, parse_args
+from core.errors import ConfigError
+from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Departure:
+    """When and how fast this process leaves. Asyncio thread, except `crash_from_thread`."""
+
+    def __init__(self, clock: Clock, budget_s: float) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._default_s = budget_s
+        self._begun = asyncio.Event()
+        self._leave_at: float | None = None
+        self._shortened = asyncio.Event()
+        self._crash: BaseException | None = None
+
+    def begin(self, budget_s: float | None = None) -> None:
+        """Start to leave. A later call may shorten the budget, never lengthen it."""
+        leave_at = self._clock.now() + (self._default_s if budget_s is None else budget_s)
+        if self._leave_at is None or leave_at < self._leave_at:
+            self._leave_at = leave_at
+            self._shortened.set()
+        self._begun.set()
+
+    def crash(self, error: BaseException) -> None:
+        """Something essential ended: leave at once with `EXIT_CRASH`."""
+        if self._crash is None:
+            self._crash = error
+        self.begin(0.0)
+
+    def crash_from_thread(self, error: BaseException) -> None:
+        """As `crash`, from any thread."""
+        self._loop.call_soon_threadsafe(self.crash, error)
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the process is leaving."""
+        return self._begun.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the process crashes, if it does."""
+        return self._crash
+
+    async def wait(self) -> None:
+        """Wait until the process has to leave."""
+        await self._begun.wait()
+
+    async def bound(self, work: Awaitable[None]) -> bool:
+        """Await `work`, at most until the budget ends, even if it is shortened meanwhile. True if it finished."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._shortened.clear()
+                left_s = max(0.0, (self._leave_at or 0.0) - self._clock.now())
+                shortened = asyncio.ensure_future(self._shortened.wait())
+                await asyncio.wait({task, shortened}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                shortened.cancel()
+                if not task.done() and self._clock.now() >= (self._leave_at or 0.0):
+                    return False
+            task.result()
+            return True
+        finally:
+            task.cancel()
+
+
+class ReadyFile:
+    """`<run_dir>/<id>.json`: what a launcher reads; appears whole when the process is ready, goes when it leaves."""
+
+    def __init__(self, run_dir: str, process_id: str) -> None:
+        self._path = Path(run_dir) / f"{process_id}.json" if run_dir else None
+
+    def write(self, facts: Mapping[str, object]) -> None:
+        """Publish facts and our pid; raises `ConfigError` if the directory cannot be written."""
+        if self._path is None:
+            return
+        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            fresh.write_bytes(msgspec.json.encode({**facts, "pid": os.getpid()}))
+            fresh.replace(self._path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}; check run_dir") from error
+
+    def remove(self) -> None:
+        """Withdraw it, unless a successor wrote its own meanwhile."""
+        if self._path is None:
+            return
+        try:
+            if msgspec.json.decode(self._path.read_bytes()).get("pid") == os.getpid():
+                self._path.unlink()
+        except (OSError, msgspec.DecodeError):
+            _LOG.debug("there is no ready file to remove")
+
+
+Serve = Callable[[T, Departure], Awaitable[None]]
+
+
+def run_process(
+    kind: type[T], argv: Sequence[str], *, configure: Callable[[T], None], budget_s: Callable[[T], float], serve: Serve[T]
+) -> int:
+    """Run a service from its command line to its exit code. `serve` returns when the process has left in order."""
+    try:
+        arguments = parse_args(argv)
+        config = load(kind, arguments.config, arguments.overrides)
+        configure(config)
+        asyncio.run(_serve_until_told(config, budget_s(config), serve))
+    except ConfigError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return EXIT_PREFLIGHT
+    except Exception:
+        _LOG.exception("the process crashed")
+        return EXIT_CRASH
+    return EXIT_DRAINED
+
+
+async def _serve_until_told(config: T, budget_s: float, serve: Serve[T]) -> None:
+    departure = Departure(SystemClock(), budget_s)
+    loop = asyncio.get_running_loop()
+    signals = 0
+
+    def told() -> None:
+        nonlocal signals
+        signals += 1
+        # The second signal shortens; nothing here kills at once.
+        departure.begin(None if signals == 1 else budget_s / 10)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told)
+    await serve(config, departure)
+    if departure.error is not None:
+        raise departure.error

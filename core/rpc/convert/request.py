@@ -1,0 +1,191 @@
+"""Requests, log-probabilities, load and errors: proto <-> structs. Total functions; nothing is validated twice.
+
+A request's limits are the engine's business (`core.request.check_request`); here only what a struct cannot hold is
+refused. Token ids and logits travel as numbers of protobuf's own types: a value outside them is our bug (ValueError).
+"""
+
+from core.errors import BadRequest
+from core.handover import TokenLogprobs
+from core.ids import PageHash, RequestId
+from core.lifecycle import State
+from core.request import GenerateRequest, MmItem, SamplingParams, StopRules
+from core.worker import Load
+from tandem.v1 import types_pb2 as pb
+
+
+def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
+    """Encode one request."""
+    return pb.GenerateRequest(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        model=request.model,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=sampling_to_proto(request.sampling),
+        stop=stop_to_proto(request.stop),
+        page_hashes=request.page_hashes,
+        timeout_s=request.timeout_s,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        num_cached_tokens=request.num_cached_tokens,
+        encoder_floor=request.encoder_floor,
+        decoder_floor=request.decoder_floor,
+        floor_hit_tokens=request.floor_hit_tokens,
+        lora=request.lora,
+        mm_items=[
+            pb.MmItem(digest=item.digest, start=item.start, end=item.end, pixels=item.pixels)
+            for item in request.mm_items
+        ],
+    )
+
+
+def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
+    """Decode one request."""
+    return GenerateRequest(
+        request_id=RequestId(message.request_id),
+        attempt=message.attempt,
+        model=message.model,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        stop=stop_from_proto(message.stop),
+        page_hashes=tuple(PageHash(value) for value in message.page_hashes),
+        timeout_s=message.timeout_s,
+        priority=message.priority,
+        tenant=message.tenant,
+        cache_salt=message.cache_salt,
+        num_cached_tokens=message.num_cached_tokens,
+        encoder_floor=message.encoder_floor,
+        decoder_floor=message.decoder_floor,
+        floor_hit_tokens=message.floor_hit_tokens,
+        lora=message.lora,
+        mm_items=tuple(
+            MmItem(digest=item.digest, start=item.start, end=item.end, pixels=item.pixels) for item in message.mm_items
+        ),
+    )
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    """Encode how tokens are chosen; doubles, so nothing is rounded."""
+    return pb.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=sampling.seed,
+        sample_index=sampling.sample_index,
+        num_logprobs=sampling.num_logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Decode how tokens are chosen."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        sample_index=message.sample_index,
+        num_logprobs=message.num_logprobs,
+        prompt_logprobs=message.prompt_logprobs,
+    )
+
+
+def stop_to_proto(stop: StopRules) -> pb.StopRules:
+    """Encode when generation ends."""
+    return pb.StopRules(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=stop.stop_token_ids,
+        ignore_eos=stop.ignore_eos,
+    )
+
+
+def stop_from_proto(message: pb.StopRules) -> StopRules:
+    """Decode when generation ends."""
+    return StopRules(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def logprobs_to_proto(item: TokenLogprobs) -> pb.TokenLogprobs:
+    """Encode the log-probabilities of one output position."""
+    return pb.TokenLogprobs(
+        token=item.token,
+        logprob=item.logprob,
+        top=[pb.TopLogprob(token=token, logprob=logprob) for token, logprob in item.top],
+    )
+
+
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """Decode the log-probabilities of one output position."""
+    return TokenLogprobs(
+        token=message.token, logprob=message.logprob, top=tuple((top.token, top.logprob) for top in message.top)
+    )
+
+
+def load_to_proto(load: Load) -> pb.Load:
+    """Encode a load report."""
+    return pb.Load(
+        state=load.state.value,
+        pages_total=load.pages_total,
+        pages_free=load.pages_free,
+        pages_evictable=load.pages_evictable,
+        rows_total=load.rows_total,
+        rows_used=load.rows_used,
+        waiting_requests=load.waiting_requests,
+        waiting_tokens=load.waiting_tokens,
+        running_requests=load.running_requests,
+        step_ms=load.step_ms,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        leases=load.leases,
+        open_ops=load.open_ops,
+        unproven_pages=load.unproven_pages,
+    )
+
+
+def load_from_proto(message: pb.Load) -> Load:
+    """Decode a load report; raises `BadRequest` for a state of another version."""
+    return Load(
+        state=state_from_text(message.state),
+        pages_total=message.pages_total,
+        pages_free=message.pages_free,
+        pages_evictable=message.pages_evictable,
+        rows_total=message.rows_total,
+        rows_used=message.rows_used,
+        waiting_requests=message.waiting_requests,
+        waiting_tokens=message.waiting_tokens,
+        running_requests=message.running_requests,
+        step_ms=message.step_ms,
+        prefill_tokens_per_s=message.prefill_tokens_per_s,
+        leases=message.leases,
+        open_ops=message.open_ops,
+        unproven_pages=message.unproven_pages,
+    )
+
+
+def state_from_text(text: str) -> State:
+    """Decode a life-cycle state; raises `BadRequest` for an unknown one."""
+    try:
+        return State(text)
+    except ValueError as error:
+        raise BadRequest(f"unknown life-cycle state {text!r}", param="state") from error
+
+
+def error_to_proto(code: str, message: str, retry_after_s: float) -> pb.Error:
+    """Encode an error record; `retry_after_s` 0 is none."""
+    return pb.Error(code=code, message=message, retry_after_s=retry_after_s)

@@ -1,0 +1,134 @@
+"""The client's half of one bidirectional call, made safe to share: own channel, one writer, errors as `TandemError`.
+
+gRPC cancels a whole call when a task that waits in `write` is cancelled; so callers only post to a bounded outbox and
+one writer task, owned here, does the writing. Knows no message.
+"""
+
+import asyncio
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+from grpc import aio
+
+from core.aio import Mailbox
+from core.errors import NoCapacity, TandemError, WorkerLost
+from core.rpc.status import from_status, rebuild
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+ACCEPTED_KEY = "tandem-accepted"
+"""Initial metadata by which a service says that it took the stream's first message."""
+FLUSH_S = 0.5
+"""How long `close` waits for posted messages and the peer's end of stream."""
+
+
+class Duplex(Generic[Out, In]):
+    """One open call and its channel; closes both. Asyncio thread; one reader; any number of senders."""
+
+    def __init__(self, channel: aio.Channel, call: aio.StreamStreamCall[Out, In], peer: str, outbox: int) -> None:
+        self.peer = peer
+        self._channel = channel
+        self._call = call
+        self._outbox: Mailbox[Out] = Mailbox(outbox)
+        self._closing = False
+        self._writer = asyncio.get_running_loop().create_task(self._write_all(), name=f"writer to {peer}")
+
+    async def _write_all(self) -> None:
+        try:
+            while items := await self._outbox.get_all():
+                for item in items:
+                    await self._call.write(item)
+            await self._call.done_writing()
+        except (aio.AioRpcError, asyncio.InvalidStateError, aio.UsageError):
+            # The reader reports why; senders must not queue for a dead peer.
+            self._outbox.close()
+        except asyncio.CancelledError:
+            self._outbox.close()
+            if self._is_cancelled_from_outside():
+                raise
+
+    def post(self, message: Out) -> None:
+        """Queue without waiting. Raises `WorkerLost` (the call is over) or `NoCapacity` (the peer does not read)."""
+        if self._outbox.post(message):
+            return
+        if self._outbox.is_closed or self._call.done():
+            raise WorkerLost(f"the connection to {self.peer} is lost")
+        raise NoCapacity(f"{self.peer} does not read fast enough: {self._outbox.capacity} messages wait")
+
+    async def send(self, message: Out) -> None:
+        """Queue, waiting for room; cancel-safe. Raises `WorkerLost`. Says nothing about arrival."""
+        if self._call.done() or not await self._outbox.put(message):
+            raise WorkerLost(f"the connection to {self.peer} is lost")
+
+    async def accepted(self, timeout_s: float) -> None:
+        """Wait until the service took the stream; raises the error that it refused with, or `WorkerLost`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                metadata = dict(await self._call.initial_metadata())
+                if ACCEPTED_KEY not in metadata:
+                    raise await self._end()
+        except TimeoutError as error:
+            raise WorkerLost(f"{self.peer} did not accept the stream within {timeout_s:g} s") from error
+        except aio.AioRpcError as error:
+            raise from_status(error, self.peer) from error
+        except asyncio.CancelledError:
+            if self._is_cancelled_from_outside():
+                raise
+            raise WorkerLost(f"the stream to {self.peer} was closed here") from None
+
+    async def read(self) -> In:
+        """Wait for the next message. Raises the peer's error, or `WorkerLost` at any end of the stream.
+
+        Cancelling a read ends the call (gRPC's rule).
+        """
+        try:
+            message = await self._call.read()
+        except aio.AioRpcError as error:
+            raise from_status(error, self.peer) from error
+        except asyncio.InvalidStateError as error:
+            raise await self._end() from error
+        except asyncio.CancelledError:
+            if self._is_cancelled_from_outside():
+                raise
+            raise WorkerLost(f"the stream to {self.peer} was closed here") from None
+        if message is aio.EOF:
+            raise await self._end()
+        return cast("In", message)
+
+    async def _end(self) -> TandemError:
+        status = await self._call.code()
+        if status is grpc.StatusCode.OK:
+            return WorkerLost(f"{self.peer} closed the stream")
+        trailing: dict[str, Any] = dict(await self._call.trailing_metadata() or ())
+        return rebuild(status, await self._call.details() or "", trailing, self.peer)
+
+    def _is_cancelled_from_outside(self) -> bool:
+        # A call that was cancelled here raises CancelledError in its users too: that is an ended stream, no
+        # cancellation of their task.
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+    @property
+    def is_closing(self) -> bool:
+        """True from the first `close` on."""
+        return self._closing
+
+    async def close(self, flush_s: float = FLUSH_S) -> None:
+        """Send what was posted, within `flush_s`, then end the call and its connection; idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._outbox.close()
+        try:
+            async with asyncio.timeout(flush_s):
+                await asyncio.shield(self._writer)
+                await self._call.code()
+        except (TimeoutError, aio.AioRpcError, asyncio.CancelledError):
+            if self._is_cancelled_from_outside():
+                raise
+        finally:
+            self._call.cancel()
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+            await self._channel.close()

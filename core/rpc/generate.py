@@ -1,0 +1,160 @@
+"""Gateway <-> decode worker: one multiplexed stream per pair, one frame per engine step.
+
+Server: `add_generate` adapts a `GenerateService`. Client: `GenerateClient.open` gives a `DecodeStream`.
+Replay, merging and re-attachment are the service's and the gateway's business; this file only carries frames.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from grpc import aio
+
+from core.aio import within
+from core.errors import BadRequest, WorkerLost
+from core.rpc.channel import connect
+from core.rpc.convert.stream import (
+    gateway_frame_from_proto,
+    gateway_frame_to_proto,
+    step_frame_from_proto,
+    step_frame_to_proto,
+)
+from core.rpc.duplex import ACCEPTED_KEY, Duplex
+from core.rpc.proof import Proof
+from core.rpc.server import RpcServer
+from core.stream import FromGateway, StepFrame, StreamHello
+from tandem.v1 import generate_pb2 as pb
+from tandem.v1 import generate_pb2_grpc
+
+SERVICE = "tandem.v1.Generate"
+HELLO_TIMEOUT_S = 5.0
+OUTBOX_FRAMES = 4096
+"""Frames of one gateway process that may wait for one worker: more than a worker has rows."""
+
+SendFrame = Callable[[StepFrame], Awaitable[None]]
+
+
+class GenerateService(Protocol):
+    """What a decode worker implements."""
+
+    async def connect(self, hello: StreamHello, frames: AsyncIterator[FromGateway], send: SendFrame) -> None:
+        """Serve one stream until `frames` ends (the gateway closed it) or this coroutine is cancelled (it broke).
+
+        Raising a `TandemError` before the first `anext(frames)` refuses the stream with that error (WorkerLost for
+        another incarnation, Draining); the first read or `send` accepts it. `frames` yields no second hello.
+        `send` returns when gRPC took the frame (its flow control is the back-pressure); frames go out in call
+        order. Returning or raising ends the stream. Asyncio thread.
+        """
+        ...
+
+
+def add_generate(server: RpcServer, service: GenerateService) -> None:
+    """Serve `service` on `server`."""
+
+    async def serve(
+        requests: AsyncIterator[pb.GatewayFrame], context: aio.ServicerContext[pb.GatewayFrame, pb.StepFrame]
+    ) -> None:
+        stream = _ServedStream(requests, context)
+        hello = await stream.hello()
+        await service.connect(hello, stream.frames(), stream.send)
+
+    server.add_stream(SERVICE, "Connect", serve, pb.GatewayFrame.FromString)
+
+
+class _ServedStream:
+    """The worker's end of one stream: tells acceptance once, keeps writes one after the other."""
+
+    def __init__(
+        self,
+        requests: AsyncIterator[pb.GatewayFrame],
+        context: aio.ServicerContext[pb.GatewayFrame, pb.StepFrame],
+    ) -> None:
+        self._requests = requests
+        self._context = context
+        self._writing = asyncio.Lock()
+        self._accepted = False
+
+    async def hello(self) -> StreamHello:
+        async with within(HELLO_TIMEOUT_S, "waiting for the first frame"):
+            try:
+                message = await anext(self._requests)
+            except StopAsyncIteration:
+                raise BadRequest("the stream ended before its hello") from None
+        frame = gateway_frame_from_proto(message)
+        if not isinstance(frame, StreamHello):
+            raise BadRequest("the first frame of a stream must be its hello")
+        return frame
+
+    async def frames(self) -> AsyncIterator[FromGateway]:
+        async with self._writing:
+            await self._accept()
+        async for message in self._requests:
+            frame = gateway_frame_from_proto(message)
+            if isinstance(frame, StreamHello):
+                raise BadRequest("a stream has only one hello")
+            yield frame
+
+    async def send(self, frame: StepFrame) -> None:
+        async with self._writing:
+            if not self._accepted:
+                await self._accept()
+            await self._context.write(step_frame_to_proto(frame))
+
+    async def _accept(self) -> None:
+        if not self._accepted:
+            self._accepted = True
+            await self._context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+
+
+class DecodeStream:
+    """The gateway's end of one stream. Asyncio thread; any number of senders, one consumer of `frames`."""
+
+    def __init__(self, duplex: Duplex[pb.GatewayFrame, pb.StepFrame]) -> None:
+        self._duplex = duplex
+
+    def post(self, frame: FromGateway) -> None:
+        """Queue a frame without waiting: for aborts and acks. Raises `WorkerLost` or `NoCapacity`."""
+        self._duplex.post(gateway_frame_to_proto(frame))
+
+    async def send(self, frame: FromGateway) -> None:
+        """Queue a frame, waiting for room. Raises `WorkerLost`. Cancelling one sender harms no other."""
+        await self._duplex.send(gateway_frame_to_proto(frame))
+
+    async def frames(self) -> AsyncIterator[StepFrame]:
+        """Yield frames until `close`. Raises `WorkerLost` or the worker's error at any other end of the stream."""
+        while True:
+            try:
+                message = await self._duplex.read()
+            except WorkerLost:
+                if self._duplex.is_closing:
+                    return
+                raise
+            yield step_frame_from_proto(message)
+
+    async def close(self) -> None:
+        """Send what is queued, briefly, then end the stream; idempotent."""
+        await self._duplex.close()
+
+
+class GenerateClient:
+    """Opens streams to decode workers on behalf of one gateway process."""
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+
+    async def open(self, address: str, hello: StreamHello, timeout_s: float = 3.0) -> DecodeStream:
+        """Connect, send the hello and wait until the worker took it.
+
+        Raises `WorkerLost` (unreachable, too slow, or another incarnation lives there), `Draining`, or
+        `ConfigError` (the secrets differ).
+        """
+        channel = await connect(address, timeout_s)
+        call = generate_pb2_grpc.GenerateStub(channel).Connect(metadata=self._proof.metadata)
+        duplex = Duplex(channel, call, f"decode worker {address}", OUTBOX_FRAMES)
+        try:
+            duplex.post(gateway_frame_to_proto(hello))
+            await duplex.accepted(timeout_s)
+        except BaseException:
+            await duplex.close(flush_s=0)
+            raise
+        return DecodeStream(duplex)

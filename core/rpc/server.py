@@ -1,0 +1,136 @@
+"""The gRPC server of one process: secret check before anything is read, errors to status, clear bind errors.
+
+Services are added as tables of methods by the adapters beside this file; this one knows none of them.
+"""
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from grpc import aio
+
+from core.errors import ConfigError, TandemError
+from core.rpc.channel import MAX_MESSAGE_BYTES
+from core.rpc.proof import Proof
+from core.rpc.status import refuse
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS: Mapping[str, int] = {
+    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+    # Two processes on one port would each see half of the calls; a taken port must fail.
+    "grpc.so_reuseport": 0,
+    "grpc.keepalive_time_ms": 2_000,
+    "grpc.keepalive_timeout_ms": 4_000,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.http2.min_ping_interval_without_data_ms": 500,
+    "grpc.http2.max_ping_strikes": 0,
+}
+
+Request = TypeVar("Request", bound="Wire")
+Reply = TypeVar("Reply", bound="Wire")
+
+
+class Wire(Protocol):
+    """What a protobuf message can do, as far as this file cares."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
+        """Return the wire form."""
+        ...
+
+
+Context = aio.ServicerContext[Any, Any]
+StreamBody = Callable[[AsyncIterator[Request], aio.ServicerContext[Request, Reply]], Awaitable[None]]
+UnaryBody = Callable[[Request], Awaitable[Reply]]
+
+
+class RpcServer:
+    """One listening gRPC server. Add services, `start`, and `stop` once; asyncio thread only."""
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+        self._server = aio.server(options=list(SERVER_OPTIONS.items()))
+        self.port = 0
+        """The bound port, after `start`."""
+
+    def add_stream(
+        self, service: str, method: str, body: StreamBody[Request, Reply], parse: Callable[[bytes], Request]
+    ) -> None:
+        """Serve one bidirectional method. `body` writes through its context; its errors become the status."""
+
+        async def run(requests: AsyncIterator[Request], context: aio.ServicerContext[Request, Reply]) -> None:
+            await self._check(context)
+            try:
+                await body(requests, context)
+            except Exception as error:  # noqa: BLE001 - top of a call: logged and answered by `_answer`
+                await _answer(f"{service}/{method}", context, error)
+
+        handler = grpc.stream_stream_rpc_method_handler(run, parse, _serialize)
+        self._add(service, method, handler)
+
+    def add_unary(
+        self, service: str, method: str, body: UnaryBody[Request, Reply], parse: Callable[[bytes], Request]
+    ) -> None:
+        """Serve one unary method."""
+
+        async def run(request: Request, context: aio.ServicerContext[Request, Reply]) -> Reply:
+            await self._check(context)
+            try:
+                return await body(request)
+            except Exception as error:  # noqa: BLE001 - top of a call: logged and answered by `_answer`
+                await _answer(f"{service}/{method}", context, error)
+
+        handler = grpc.unary_unary_rpc_method_handler(run, parse, _serialize)
+        self._add(service, method, handler)
+
+    def _add(self, service: str, method: str, handler: "grpc.RpcMethodHandler[Any, Any]") -> None:
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+
+    async def _check(self, context: Context) -> None:
+        try:
+            self._proof.verify(tuple(context.invocation_metadata() or ()))
+        except ConfigError as error:
+            logger.warning("refused a call from %s: %s", context.peer(), error.message)
+            await refuse(context, error, grpc.StatusCode.UNAUTHENTICATED)
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and serve; returns the bound port (port 0 asks the system for one). Raises `ConfigError`."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen for gRPC on {address}: {bind_failure(host, port)}") from error
+        await self._server.start()
+        return self.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cancel them; idempotent."""
+        await self._server.stop(grace_s)
+
+
+def _serialize(message: Wire) -> bytes:
+    return message.SerializeToString()
+
+
+async def _answer(method: str, context: Context, error: Exception) -> NoReturn:
+    if isinstance(error, aio.AbortError):
+        raise error
+    if isinstance(error, TandemError):
+        await refuse(context, error)
+    logger.error("%s crashed", method, exc_info=error)
+    await refuse(context, TandemError(f"{method} failed: {type(error).__name__}: {error}"))
+
+
+def bind_failure(host: str, port: int) -> str:
+    """Say in plain words why a socket cannot be bound here; used after a library has failed to bind."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, port))
+    except OSError as error:
+        return f"{(error.strerror or str(error)).lower()}; choose another port or stop the process that holds it"
+    return "the address could not be bound"
