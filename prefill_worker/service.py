@@ -1,0 +1,172 @@
+"""The owner of source pages: starts prompts on the engine for hand-overs and tells the transfer layer what became of them.
+
+Implements `kv_transfer.api.SourceHost`. Asyncio thread only; knows no transport, no lease and no gRPC.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from core.clock import Clock
+from core.errors import TandemError
+from core.handover import TokenLogprobs
+from core.kv import PageRef
+from core.request import GenerateRequest
+from engine.events import ChunkFinal, FailedHere, Prefilled, SeqId, StepEvents
+from engine.port import SourceWork
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SourceCalls(Protocol):
+    """The bridge to the scheduler thread (`engine.engine_thread.EngineThread`)."""
+
+    async def call(self, fn: Callable[[SourceWork], T]) -> T:
+        """Run `fn` on the scheduler thread and return its result; raises what it raised."""
+        ...
+
+    def post(self, fn: Callable[[SourceWork], object]) -> None:
+        """Run `fn` on the scheduler thread, in order of posting, and forget its result."""
+        ...
+
+
+class HandOvers(Protocol):
+    """The serving half of KV transfer (`kv_transfer.source.Source`): what it must hear of its sequences."""
+
+    def chunk_final(self, seq: int, start: int, end: int, pages: tuple[PageRef, ...]) -> None:
+        """Pages of tokens [start, end) are final."""
+        ...
+
+    def prefilled(
+        self,
+        seq: int,
+        *,
+        num_tokens: int,
+        first_tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        num_cached_tokens: int,
+        finish: str,
+        row: int,
+        row_generation: int,
+    ) -> None:
+        """The prompt is in KV and the first token is chosen."""
+        ...
+
+    def failed(self, seq: int, error: TandemError) -> None:
+        """The sequence ended badly."""
+        ...
+
+
+SourceEvent = ChunkFinal | Prefilled | FailedHere
+
+
+class PrefillService:
+    """Source sequences of this worker. `connect` it to the transfer layer before the first `start`."""
+
+    def __init__(self, calls: SourceCalls, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._loop = loop
+        self._hand_overs: HandOvers | None = None
+        self._early: dict[SeqId, list[SourceEvent]] = {}
+        """Events of sequences whose id the transfer layer does not have yet."""
+        self._prompts_total = 0
+        self._failed_total = 0
+        self._prompt_tokens_total = 0
+
+    def connect(self, hand_overs: HandOvers) -> None:
+        """Name the receiver of events."""
+        self._hand_overs = hand_overs
+
+    # SourceHost
+
+    async def start(self, request: GenerateRequest, timeout_s: float) -> int:
+        """Queue a prompt; returns its sequence id. If the caller is cancelled meanwhile, the sequence is released."""
+        deadline = self._clock.now() + timeout_s
+        answer: asyncio.Future[SeqId] = self._loop.create_future()
+
+        def queued(result: SeqId | TandemError) -> None:
+            if isinstance(result, TandemError):
+                if not answer.done():
+                    answer.set_exception(result)
+            elif answer.done():
+                self.stop(result)
+            else:
+                self._early[result] = []
+                answer.set_result(result)
+
+        def run(engine: SourceWork) -> None:
+            try:
+                result: SeqId | TandemError = engine.submit_source(request, deadline)
+            except TandemError as error:
+                result = error
+            # Posted before any event of the sequence can be, so `queued` always runs first.
+            self._loop.call_soon_threadsafe(queued, result)
+
+        self._calls.post(run)
+        try:
+            seq = await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._early.pop(answer.result(), None)
+                self.stop(answer.result())
+            raise
+        self._prompts_total += 1
+        # The caller notes the id before it next waits; only then may it hear of the sequence.
+        self._loop.call_soon(self._deliver_early, seq)
+        return seq
+
+    def stop(self, seq: int) -> None:
+        """Unpin; in any state; idempotent."""
+        self._early.pop(SeqId(seq), None)
+        self._calls.post(lambda engine: engine.release(SeqId(seq)))
+
+    async def epochs_unchanged(self, seq: int) -> bool:
+        """Ask the engine whether all pages announced for the sequence are still its own."""
+        return await self._calls.call(lambda engine: engine.epochs_unchanged(SeqId(seq)))
+
+    # Events
+
+    def on_step(self, events: StepEvents) -> None:
+        """Take what one pass of the engine produced."""
+        for event in (*events.chunks, *events.prefilled, *events.failed):
+            early = self._early.get(event.seq)
+            if early is None:
+                self._tell(event)
+            else:
+                early.append(event)
+
+    def _deliver_early(self, seq: SeqId) -> None:
+        for event in self._early.pop(seq, ()):
+            self._tell(event)
+
+    def _tell(self, event: SourceEvent) -> None:
+        assert self._hand_overs is not None
+        match event:
+            case ChunkFinal():
+                self._hand_overs.chunk_final(event.seq, event.start, event.end, event.pages)
+            case Prefilled():
+                self._prompt_tokens_total += event.num_tokens
+                self._hand_overs.prefilled(
+                    event.seq,
+                    num_tokens=event.num_tokens,
+                    first_tokens=event.first_tokens,
+                    logprobs=event.logprobs,
+                    num_cached_tokens=event.num_cached_tokens,
+                    finish=event.finish.value if event.finish else "",
+                    row=event.row,
+                    row_generation=event.row_generation,
+                )
+            case FailedHere():
+                self._failed_total += 1
+                self._hand_overs.failed(event.seq, event.error)
+
+    def statistics(self) -> dict[str, float]:
+        """Return counters by name."""
+        return {
+            "prompts_total": self._prompts_total,
+            "prompts_failed_total": self._failed_total,
+            "prompt_tokens_total": self._prompt_tokens_total,
+        }
