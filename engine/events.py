@@ -97,6 +97,8 @@ class StepEvents:
     finished: tuple[FinishedHere, ...] = ()
     failed: tuple[FailedHere, ...] = ()
     kv_events: tuple[KvEvent, ...] = ()
+    kv_sequence: int = 0
+    """Number of the batch that `kv_events` are (from 1, without gaps), as in `KvEventBatch`; 0 if there are none."""
 
     @property
     def is_empty(self) -> bool:
