@@ -64,15 +64,30 @@ def load(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     Unknown keys and wrong types raise `ConfigError` that names the source, the key and what is expected.
     Relative paths in values stay relative to the working directory.
     """
-    tree: dict[str, Any] = {}
-    source = "the configuration"
-    if path is not None:
-        source = str(path)
-        tree = _read(path)
-        _build(kind, tree, source)
+    source = str(path) if path is not None else "the configuration"
+    tree = _read(path) if path is not None else {}
+    _refuse_unknown(kind, tree, "", source)
     for override in overrides:
         _apply(kind, tree, override)
-    return _build(kind, tree, f"{source} with --set" if overrides else source)
+    try:
+        return msgspec.convert(tree, kind, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        raise _plain(error, source, overrides) from error
+
+
+def _plain(error: msgspec.ValidationError, source: str, overrides: Sequence[str]) -> ConfigError:
+    text, _, where = str(error).partition(" - at `$")
+    key = where.rstrip("`").lstrip(".")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
+    if missing is not None:
+        key = f"{key}.{missing[1]}" if key else missing[1]
+        return ConfigError(
+            f"{source}: {key} is required and not set; write it there or pass --set {key}=...", param=key
+        )
+    for override in overrides:
+        if override.partition("=")[0].strip() == key.partition("[")[0]:
+            source = f"--set {override}"
+    return ConfigError(f"{source}: {key or 'the top level'}: {text[:1].lower()}{text[1:]}", param=key)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -84,16 +99,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def _build(kind: type[T], tree: Mapping[str, Any], source: str) -> T:
-    _refuse_unknown(kind, tree, "", source)
-    try:
-        return msgspec.convert(tree, kind, dec_hook=_decode_path)
-    except msgspec.ValidationError as error:
-        text, _, where = str(error).partition(" - at `$")
-        key = where.rstrip("`").lstrip(".") or "the top level"
-        raise ConfigError(f"{source}: {key}: {text[:1].lower()}{text[1:]}", param=key) from error
 
 
 def _refuse_unknown(kind: Any, tree: Mapping[str, Any], prefix: str, source: str) -> None:
@@ -144,6 +149,7 @@ def _apply(kind: type[msgspec.Struct], tree: dict[str, Any], override: str) -> N
     keys = name.strip().split(".")
     if not equals or not all(_BARE_KEY.fullmatch(key) for key in keys):
         raise ConfigError(f"--set {override!r} is not of the form a.b=c")
+    _refuse_unknown(kind, _nested(keys, 0), "", f"--set {override}")
     fields: Any = kind
     node = tree
     for depth, key in enumerate(keys[:-1]):
@@ -154,6 +160,12 @@ def _apply(kind: type[msgspec.Struct], tree: dict[str, Any], override: str) -> N
         node = cast("dict[str, Any]", inner)
     field = _fields(fields).get(keys[-1]) if fields is not None else None
     node[keys[-1]] = _parse_value(text.strip(), is_text=field is not None and _takes_text(field))
+
+
+def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return cast("dict[str, Any]", value)
 
 
 def _parse_value(text: str, *, is_text: bool) -> Any:

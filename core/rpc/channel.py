@@ -21,7 +21,8 @@ CLIENT_OPTIONS: Mapping[str, int] = {
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.min_reconnect_backoff_ms": 100,
+    # Also how long gRPC gives one attempt to connect; callers' own deadlines are shorter.
+    "grpc.min_reconnect_backoff_ms": 5_000,
     "grpc.max_reconnect_backoff_ms": 1_000,
     # Callers retry with knowledge of the request; a transparent retry could run one twice.
     "grpc.enable_retries": 0,

@@ -38,8 +38,10 @@ class GenerateService(Protocol):
     """What a decode worker implements."""
 
     async def connect(self, hello: StreamHello, frames: AsyncIterator[FromGateway], send: SendFrame) -> None:
-        """Serve one stream until `frames` ends (the gateway closed it) or this coroutine is cancelled (it broke).
+        """Serve one stream until `frames` ends or this coroutine is cancelled.
 
+        Either may be a gateway that closed in order or one that broke off: gRPC does not tell them apart in time,
+        so treat both as a stream that may be re-attached.
         Raising a `TandemError` before the first `anext(frames)` refuses the stream with that error (WorkerLost for
         another incarnation, Draining); the first read or `send` accepts it. `frames` yields no second hello.
         `send` returns when gRPC took the frame (its flow control is the back-pressure); frames go out in call

@@ -6,7 +6,7 @@ Services are added as tables of methods by the adapters beside this file; this o
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -119,10 +119,21 @@ def _serialize(message: Wire) -> bytes:
 async def _answer(method: str, context: Context, error: Exception) -> NoReturn:
     if isinstance(error, aio.AbortError):
         raise error
-    if isinstance(error, TandemError):
-        await refuse(context, error)
+    told = _told(error)
+    if told is not None:
+        await refuse(context, told)
     logger.error("%s crashed", method, exc_info=error)
     await refuse(context, TandemError(f"{method} failed: {type(error).__name__}: {error}"))
+
+
+def _told(error: BaseException) -> TandemError | None:
+    """Return the error to tell: itself, or the first of a task group in which nothing else failed."""
+    if isinstance(error, TandemError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        leaves = [_told(leaf) for leaf in cast("BaseExceptionGroup[BaseException]", error).exceptions]
+        return leaves[0] if all(leaves) else None
+    return None
 
 
 def bind_failure(host: str, port: int) -> str:
