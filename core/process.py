@@ -8,9 +8,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,33 +20,38 @@ from core.errors import ConfigError
 from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
 
 _LOG = logging.getLogger(__name__)
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Departure:
-    """When and how fast this process leaves. Asyncio thread, except `crash_from_thread`."""
+    """When and how fast this process leaves. Asyncio thread, except `begin_from_thread` and `crash_from_thread`."""
 
     def __init__(self, clock: Clock, budget_s: float) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._default_s = budget_s
         self._begun = asyncio.Event()
-        self._leave_at: float | None = None
-        self._shortened = asyncio.Event()
-        self._crash: BaseException | None = None
+        self._leave_at = float("inf")
+        self._scope: asyncio.Timeout | None = None
+        self.error: BaseException | None = None
+        """Why the process crashes, if it does."""
 
     def begin(self, budget_s: float | None = None) -> None:
         """Start to leave. A later call may shorten the budget, never lengthen it."""
-        leave_at = self._clock.now() + (self._default_s if budget_s is None else budget_s)
-        if self._leave_at is None or leave_at < self._leave_at:
-            self._leave_at = leave_at
-            self._shortened.set()
+        budget_s = self._default_s if budget_s is None else budget_s
+        self._leave_at = min(self._leave_at, self._clock.now() + budget_s)
         self._begun.set()
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(self._loop.time() + self.left_s)
+
+    def begin_from_thread(self) -> None:
+        """As `begin`, from any thread."""
+        self._loop.call_soon_threadsafe(self.begin)
 
     def crash(self, error: BaseException) -> None:
         """Something essential ended: leave at once with `EXIT_CRASH`."""
-        if self._crash is None:
-            self._crash = error
+        if self.error is None:
+            self.error = error
         self.begin(0.0)
 
     def crash_from_thread(self, error: BaseException) -> None:
@@ -59,9 +64,9 @@ class Departure:
         return self._begun.is_set()
 
     @property
-    def error(self) -> BaseException | None:
-        """Why the process crashes, if it does."""
-        return self._crash
+    def left_s(self) -> float:
+        """Seconds until the budget ends; infinite before `begin`."""
+        return max(0.0, self._leave_at - self._clock.now())
 
     async def wait(self) -> None:
         """Wait until the process has to leave."""
@@ -69,20 +74,18 @@ class Departure:
 
     async def bound(self, work: Awaitable[None]) -> bool:
         """Await `work`, at most until the budget ends, even if it is shortened meanwhile. True if it finished."""
-        task = asyncio.ensure_future(work)
+        scope = asyncio.timeout(self.left_s)
         try:
-            while not task.done():
-                self._shortened.clear()
-                left_s = max(0.0, (self._leave_at or 0.0) - self._clock.now())
-                shortened = asyncio.ensure_future(self._shortened.wait())
-                await asyncio.wait({task, shortened}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                shortened.cancel()
-                if not task.done() and self._clock.now() >= (self._leave_at or 0.0):
-                    return False
-            task.result()
-            return True
+            async with scope:
+                self._scope = scope
+                await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return False
         finally:
-            task.cancel()
+            self._scope = None
+        return True
 
 
 class ReadyFile:
@@ -107,28 +110,34 @@ class ReadyFile:
         if self._path is None:
             return
         try:
-            if msgspec.json.decode(self._path.read_bytes()).get("pid") == os.getpid():
+            if msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any]).get("pid") == os.getpid():
                 self._path.unlink()
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.MsgspecError):
             _LOG.debug("there is no ready file to remove")
 
 
-Serve = Callable[[T, Departure], Awaitable[None]]
+Serve = Callable[[T, Departure], Coroutine[Any, Any, None]]
 
 
 def run_process(
-    kind: type[T], argv: Sequence[str], *, configure: Callable[[T], None], budget_s: Callable[[T], float], serve: Serve[T]
+    kind: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    configure: Callable[[T], None],
+    budget_s: Callable[[T], float],
+    serve: Serve[T],
 ) -> int:
     """Run a service from its command line to its exit code. `serve` returns when the process has left in order."""
     try:
-        arguments = parse_args(argv)
+        arguments = parse_args(argv, prog)
         config = load(kind, arguments.config, arguments.overrides)
         configure(config)
         asyncio.run(_serve_until_told(config, budget_s(config), serve))
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return EXIT_PREFLIGHT
-    except Exception:
+    except Exception:  # noqa: BLE001 - the top of the process: logged, and the exit code says it
         _LOG.exception("the process crashed")
         return EXIT_CRASH
     return EXIT_DRAINED
@@ -142,8 +151,8 @@ async def _serve_until_told(config: T, budget_s: float, serve: Serve[T]) -> None
     def told() -> None:
         nonlocal signals
         signals += 1
-        # The second signal shortens; nothing here kills at once.
-        departure.begin(None if signals == 1 else budget_s / 10)
+        # A second signal shortens the budget; none kills at once.
+        departure.begin(budget_s if signals == 1 else budget_s / 10)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)

@@ -93,6 +93,15 @@ class EngineDesk:
         """End a sequence of any kind within one step."""
         self._calls.post(lambda engine: engine.abort(seq))
 
+    def give_back(self, seq: SeqId) -> None:
+        """End a booking that no pull has taken: nothing was landed, so no page is open."""
+
+        def run(engine: DecodeEngine) -> None:
+            engine.abort(seq)
+            engine.drop(seq, ())
+
+        self._calls.post(run)
+
     # DestinationHost
 
     async def land(self, seq: int, start: int, end: int) -> tuple[int, ...]:

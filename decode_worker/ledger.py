@@ -209,7 +209,9 @@ class RequestLedger:
         """Stop the hand-over; abort the sequence unless a pull owns it, which drops it itself when it is cancelled."""
         if request.task is not None:
             request.task.cancel()
-        if request.seq is not None and request.phase is not Phase.PULLING:
+        if request.seq is not None and request.phase is Phase.BOOKING:
+            self._desk.give_back(request.seq)
+        elif request.seq is not None and request.phase is not Phase.PULLING:
             self._desk.abort(request.seq)
         self.unbind(request)
 

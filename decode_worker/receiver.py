@@ -156,13 +156,13 @@ class Receiver:
 
     def _bind(self, request: Request, seq: SeqId) -> None:
         if request.has_ended:
-            self._desk.abort(seq)
+            self._desk.give_back(seq)
         elif request.seq != seq and request.phase is Phase.BOOKING:
             self._ledger.bind(request, seq)
 
     def _give_back(self, request: Request, seq: SeqId) -> None:
         self._ledger.unbind(request)
-        self._desk.abort(seq)
+        self._desk.give_back(seq)
 
     async def _pull(self, request: Request, booking: Booking, target: PrefillTarget) -> Pulled:
         def forward(first: FirstTokens) -> None:

@@ -93,21 +93,28 @@ class DecodeService:
         """Refuse new requests from now on."""
         self._draining = True
 
-    async def drained(self, budget_s: float) -> None:
-        """Wait until all requests ended; at the end of the budget hand the rest back to their gateways."""
-        await self._until(lambda: self._ledger.num_live == 0, budget_s)
+    async def finished(self) -> None:
+        """Wait until every request ended and every attached gateway has its records."""
+        await self._until(lambda: self._ledger.num_live == 0)
+        await self._flush()
+
+    async def hand_back(self) -> None:
+        """End the requests that are left so that their gateways resume them elsewhere."""
         for request in self._ledger.live():
             self._ledger.fail(request, Draining("this worker is going away; the request goes on elsewhere"))
-        await self._until(lambda: self._streams.is_flushed, _FLUSH_S)
+        await self._flush()
 
-    async def _until(self, reached: Callable[[], bool], budget_s: float) -> None:
+    async def _flush(self) -> None:
         try:
-            async with asyncio.timeout(budget_s):
-                while not reached():
-                    self._changed.clear()
-                    await self._changed.wait()
+            async with asyncio.timeout(_FLUSH_S):
+                await self._until(lambda: self._streams.is_flushed)
         except TimeoutError:
-            _LOG.warning("drain: the budget of %.1f s is over with %d live requests", budget_s, self._ledger.num_live)
+            _LOG.warning("a gateway left records unacknowledged for %.1f s", _FLUSH_S)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
 
     def statistics(self) -> dict[str, float]:
         """Return counters and gauges by name."""

@@ -105,7 +105,10 @@ class FakeEngine:
     def abort(self, seq):
         if seq in self.seqs:
             self.aborted.append(seq)
-            self._end(self.seqs[seq])
+            if self.seqs[seq].state == "booked":
+                self.seqs[seq].state = "abandoned"  # until the transfer says by `drop` what is still open
+            else:
+                self._end(self.seqs[seq])
 
     def load(self):
         return Load(

@@ -307,7 +307,7 @@ async def test_a_drain_refuses_new_requests_and_finishes_the_running_ones(rig):
     gateway.submit(1, ask(PROMPT))
     await settle()
     rig.service.begin_drain()
-    draining = asyncio.create_task(rig.service.drained(budget_s=30))
+    draining = asyncio.create_task(rig.service.finished())
     gateway.submit(2, ask(PROMPT))
     assert (await gateway.ended(2)).code == "draining"
     assert not draining.done()
@@ -324,7 +324,7 @@ async def test_at_the_end_of_the_drain_budget_requests_are_handed_back(rig):
     await rig.puller.next()
     rig.engine.step()
     rig.service.begin_drain()
-    await rig.service.drained(budget_s=0.01)
+    await rig.service.hand_back()
     assert isinstance(gateway.terminal(1), Errored)
     assert {gateway.terminal(h).code for h in (1, 2)} == {"draining"}
     await settle()
