@@ -1,0 +1,267 @@
+"""The HTTP interface as a bare ASGI application: routes, error mapping, accounting of each request.
+
+Built by `build_asgi`; the composition root gives it the cluster (`Generator`), the tokenizer and the clocks.
+"""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+from core.clock import Clock
+from gateway.generation import Generator
+from gateway.http.answer import AnswerFormat
+from gateway.http.chat import ChatFormat
+from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
+from gateway.http.completions import CompletionFormat
+from gateway.http.config import ApiConfig
+from gateway.http.errors import Headers, HttpFault, describe
+from gateway.http.exchange import Exchange
+from gateway.http.headers import RequestHints, ignored_fields, read_hints
+from gateway.http.intake import Accepted, Intake
+from gateway.http.metrics import CONTENT_TYPE, HttpMetrics
+from gateway.http.schema import Body, ChatBody, CompletionBody, decode_body
+from gateway.http.sse import json_bytes
+from gateway.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+_JSON = (b"content-type", b"application/json")
+_TEXT = (b"content-type", b"text/plain; charset=utf-8")
+
+Handler = Callable[[Scope, Receive, Client], Awaitable[None]]
+
+
+class Api:
+    """One ASGI application; lives in one event loop."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        config: ApiConfig,
+        *,
+        clock: Clock,
+        metrics: HttpMetrics,
+        is_ready: Callable[[], bool],
+        unix_time: Callable[[], float],
+        mint_seed: Callable[[], int],
+    ) -> None:
+        self._generator = generator
+        self._vocabulary = tokenizer.vocabulary
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._is_ready = is_ready
+        self._unix_time = unix_time
+        self._intake = Intake(tokenizer, config, models=generator.models, mint_seed=mint_seed)
+        self._routes: dict[str, dict[str, Handler]] = {
+            CHAT: {"POST": self._chat},
+            COMPLETIONS: {"POST": self._completions},
+            "/v1/models": {"GET": self._models, "HEAD": self._models},
+            "/health": {"GET": self._alive, "HEAD": self._alive},
+            "/livez": {"GET": self._alive, "HEAD": self._alive},
+            "/readyz": {"GET": self._ready, "HEAD": self._ready},
+            "/metrics": {"GET": self._render_metrics, "HEAD": self._render_metrics},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["type"] == "http":
+            await self._serve(scope, receive, Client(send))
+        elif scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                self._intake.close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _serve(self, scope: Scope, receive: Receive, client: Client) -> None:
+        path: str = scope["path"]
+        route = path if path in self._routes else "other"
+        status: int | None = None
+        try:
+            await self._find(path, scope["method"])(scope, receive, client)
+        except ClientGone as gone:
+            self._metrics.disconnects.labels(gone.cause).inc()
+            status = gone.http_status
+        except Exception as error:  # noqa: BLE001  (the top of a request: everything becomes an answer)
+            status, headers, body = describe(error)
+            if status == 500:
+                _log.exception("request to %s failed", route)
+            if not client.status:
+                await client.answer(status, [_JSON, *headers, *_echo_id(scope)], body)
+        finally:
+            self._metrics.requests.labels(route, str(status or client.status or 499)).inc()
+
+    def _find(self, path: str, method: str) -> Handler:
+        methods = self._routes.get(path)
+        if methods is None:
+            raise HttpFault(404, f"there is no route {path[:200]}", "unknown_route")
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise HttpFault(
+                405,
+                f"{path} takes {allowed}, not {method[:20]}",
+                "method_not_allowed",
+                headers=((b"allow", allowed.encode()),),
+            )
+        return methods[method]
+
+    async def _alive(self, _scope: Scope, _receive: Receive, client: Client) -> None:
+        await client.answer(200, [_TEXT], b"ok\n")
+
+    async def _ready(self, _scope: Scope, _receive: Receive, client: Client) -> None:
+        ready = self._is_ready()
+        await client.answer(200 if ready else 503, [_TEXT], b"ready\n" if ready else b"not ready\n")
+
+    async def _render_metrics(self, _scope: Scope, _receive: Receive, client: Client) -> None:
+        await client.answer(200, [(b"content-type", CONTENT_TYPE)], self._metrics.render())
+
+    async def _models(self, _scope: Scope, _receive: Receive, client: Client) -> None:
+        data = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "tandem",
+                "max_model_len": model.max_tokens_total,
+            }
+            for model in self._generator.models()
+        ]
+        await client.answer(200, [_JSON], json_bytes({"object": "list", "data": data}))
+
+    async def _chat(self, scope: Scope, receive: Receive, client: Client) -> None:
+        started_at = self._clock.now()
+        hints, raw = await self._read(scope, receive)
+        decoded = decode_body(raw, ChatBody)
+        body = decoded.body
+
+        def form(accepted: Accepted) -> AnswerFormat:
+            include_usage, continuous = _usage_options(body)
+            return ChatFormat(
+                answer_id=accepted.request_id,
+                model=accepted.model,
+                created=int(self._unix_time()),
+                num_choices=len(accepted.samples),
+                vocabulary=self._vocabulary,
+                include_usage=include_usage,
+                continuous_usage=continuous,
+                with_logprobs=accepted.with_logprobs,
+            )
+
+        async with self._watched(receive, client):
+            accepted = await self._intake.accept_chat(body, hints)
+            headers = self._answer_headers(hints, accepted, decoded.ignored)
+            exchange = Exchange(accepted, form(accepted), client, self._clock, headers)
+            await self._generate(exchange, CHAT, started_at, stream=bool(body.stream))
+
+    async def _completions(self, scope: Scope, receive: Receive, client: Client) -> None:
+        started_at = self._clock.now()
+        hints, raw = await self._read(scope, receive)
+        decoded = decode_body(raw, CompletionBody)
+        body = decoded.body
+
+        def form(accepted: Accepted) -> AnswerFormat:
+            include_usage, continuous = _usage_options(body)
+            return CompletionFormat(
+                answer_id=accepted.request_id,
+                model=accepted.model,
+                created=int(self._unix_time()),
+                echoes=accepted.echoes,
+                vocabulary=self._vocabulary,
+                include_usage=include_usage,
+                continuous_usage=continuous,
+                with_logprobs=accepted.with_logprobs,
+            )
+
+        async with self._watched(receive, client):
+            accepted = await self._intake.accept_completion(body, hints)
+            headers = self._answer_headers(hints, accepted, decoded.ignored)
+            exchange = Exchange(accepted, form(accepted), client, self._clock, headers)
+            await self._generate(exchange, COMPLETIONS, started_at, stream=bool(body.stream))
+
+    def _watched(self, receive: Receive, client: Client) -> ClientWatch:
+        return ClientWatch(client, receive, self._config.slow_client_s)
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[RequestHints, bytes]:
+        for name, value in scope["headers"]:
+            if name == b"content-type" and b"json" not in value.lower():
+                raise HttpFault(415, "send the body with content-type: application/json", "unsupported_media_type")
+        hints = read_hints(scope["headers"], self._config.request_timeout_s)
+        limit, timeout_s = self._config.max_body_bytes, self._config.body_timeout_s
+        return hints, await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s)
+
+    def _answer_headers(self, hints: RequestHints, accepted: Accepted, ignored: tuple[str, ...]) -> Headers:
+        headers: Headers = [(b"x-request-id", (hints.request_id or accepted.request_id).encode())]
+        if ignored:
+            self._metrics.ignored_fields.inc(len(ignored))
+            headers.append((b"x-tandem-ignored-fields", ignored_fields(ignored)))
+        return headers
+
+    async def _generate(self, exchange: Exchange, route: str, started_at: float, *, stream: bool) -> None:
+        metrics = self._metrics
+        metrics.open_requests.inc()
+        try:
+            if stream:
+                await exchange.answer_stream(self._generator)
+            else:
+                await exchange.answer_whole(self._generator, started_at)
+        finally:
+            metrics.open_requests.dec()
+            metrics.duration.labels(route).observe(self._clock.now() - started_at)
+            if exchange.first_delta_at is not None:
+                metrics.first_token.labels(route).observe(exchange.first_delta_at - started_at)
+                metrics.prompt_tokens.inc(exchange.usage.prompt_tokens)
+            metrics.cached_tokens.inc(exchange.usage.cached_tokens)
+            metrics.completion_tokens.inc(exchange.usage.completion_tokens)
+            metrics.surplus_tokens.inc(exchange.num_surplus)
+
+
+def build_asgi(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    config: ApiConfig,
+    *,
+    clock: Clock,
+    metrics: HttpMetrics,
+    is_ready: Callable[[], bool],
+    unix_time: Callable[[], float],
+    mint_seed: Callable[[], int] | None = None,
+) -> Api:
+    """Build the application.
+
+    `is_ready` answers /readyz; `unix_time` (wall clock) fills the field `created` only; `mint_seed` returns 64 random
+    bits for requests that bring no seed (the system's randomness unless given).
+    """
+    return Api(
+        generator,
+        tokenizer,
+        config,
+        clock=clock,
+        metrics=metrics,
+        is_ready=is_ready,
+        unix_time=unix_time,
+        mint_seed=mint_seed or (lambda: secrets.randbits(64)),
+    )
+
+
+def _usage_options(body: Body) -> tuple[bool, bool]:
+    options = body.stream_options
+    if options is None:
+        return False, False
+    return bool(options.include_usage or options.continuous_usage_stats), bool(options.continuous_usage_stats)
+
+
+def _echo_id(scope: Scope) -> Headers:
+    request_id = read_hints([pair for pair in scope["headers"] if pair[0] == b"x-request-id"], 0.0).request_id
+    return [(b"x-request-id", request_id.encode())] if request_id else []

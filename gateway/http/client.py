@@ -1,0 +1,159 @@
+"""One client connection during one answer: sending, and noticing that the client left or takes nothing.
+
+Speaks bare ASGI. Knows no routes, no formats and no cluster.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from core.errors import Aborted
+from gateway.http.errors import HttpFault
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ClientGone(Aborted):
+    """Nobody reads the answer any more; `cause` is `left` or `slow`."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__("the client left" if cause == "left" else "the client takes nothing")
+        self.cause = cause
+
+
+class Client:
+    """The sending side of one answer, and its progress."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        """Of the answer; 0 until it starts."""
+        self.is_streaming = False
+        self.is_complete = False
+        """The last byte was handed over: what the server calls a disconnect from now on is only the end."""
+        self.num_sends = 0
+        self.is_sending = False
+        self._chunk: dict[str, Any] = {"type": "http.response.body", "body": b"", "more_body": True}
+
+    async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [*headers, length])
+        self.is_complete = True
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def start_stream(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send status and headers; chunks follow."""
+        self.is_streaming = True
+        await self._start(status, list(headers))
+
+    async def stream(self, body: bytes) -> None:
+        """Send part of a streamed body; waits while the connection's buffer is full."""
+        # The dict is reused: the server reads it before it returns, and one is needed per token.
+        self._chunk["body"] = body
+        await self._write(self._chunk)
+
+    async def end_stream(self, body: bytes = b"") -> None:
+        """Send the last part of a streamed body."""
+        self.is_complete = True
+        await self._write({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        self.is_sending = True
+        await self._send(message)
+        self.is_sending = False
+        self.num_sends += 1
+
+
+class ClientWatch:
+    """A scope that ends with `ClientGone` as soon as the client leaves, or takes nothing for `slow_s` seconds.
+
+    The body must have been read before. Works like `asyncio.timeout`: it cancels the task that entered it.
+    """
+
+    def __init__(self, client: Client, receive: Receive, slow_s: float) -> None:
+        self._client = client
+        self._receive = receive
+        self._slow_s = slow_s
+        self._work: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._cancelling = 0
+        self._cause: str | None = None
+
+    async def __aenter__(self) -> Self:
+        self._work = asyncio.current_task()
+        assert self._work is not None
+        self._cancelling = self._work.cancelling()
+        self._watcher = asyncio.create_task(self._watch(self._work))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._work is not None
+        assert self._watcher is not None
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._cause is None:
+            return
+        still_cancelled = self._work.uncancel() > self._cancelling
+        if kind is not None and issubclass(kind, asyncio.CancelledError) and not still_cancelled:
+            raise ClientGone(self._cause) from error
+
+    async def _watch(self, work: asyncio.Task[Any]) -> None:
+        seen = -1
+        while True:
+            try:
+                async with asyncio.timeout(self._slow_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if self._client.is_sending and self._client.num_sends == seen:
+                    self._cause = "slow"
+                    break
+                seen = self._client.num_sends
+                continue
+            if message["type"] == "http.disconnect":
+                if self._client.is_complete:
+                    return
+                self._cause = "left"
+                break
+        work.cancel()
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Collect the request's body; `HttpFault` 413 or 408, `ClientGone` if the client leaves meanwhile."""
+    too_long = HttpFault(
+        413, f"the body is longer than {max_bytes} bytes", "body_too_large", headers=((b"connection", b"close"),)
+    )
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
+            raise too_long
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("left")
+                part: bytes = message.get("body", b"")
+                size += len(part)
+                if size > max_bytes:
+                    raise too_long
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise HttpFault(
+            408,
+            f"the body did not arrive within {timeout_s:g} s",
+            "body_timeout",
+            headers=((b"connection", b"close"),),
+        ) from None

@@ -1,0 +1,71 @@
+"""Request fields outside the schema: those that ask for nothing, and those that ask for what cannot be done yet.
+
+Knows names and values only; what is in neither table is ignored and reported.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Accepted without a word: they ask for nothing that shows in the answer."""
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in (False, "", [], {})
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == "text")
+
+
+def _is_free_choice(value: Any) -> bool:
+    return value in (None, "none", "auto")
+
+
+def _is_text_only(value: Any) -> bool:
+    return value in (None, [], ["text"])
+
+
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "tools": (_is_empty, "tool calls are not supported yet"),
+    "functions": (_is_empty, "tool calls are not supported yet"),
+    "tool_choice": (_is_free_choice, "tool calls are not supported yet"),
+    "function_call": (_is_free_choice, "tool calls are not supported yet"),
+    "response_format": (_is_text_format, "structured output is not supported yet; only the type `text` is"),
+    **dict.fromkeys(
+        (
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "json_schema",
+            "regex",
+            "ebnf",
+            "structural_tag",
+        ),
+        (_is_empty, "structured output is not supported yet"),
+    ),
+    "store": (_is_empty, "responses are not stored here"),
+    "background": (_is_empty, "background responses are not supported"),
+    "previous_response_id": (_is_empty, "responses are not stored here"),
+    "modalities": (_is_text_only, "only text comes out"),
+    "audio": (_is_empty, "only text comes out"),
+    "web_search_options": (_is_empty, "web search is not supported"),
+    "lora": (_is_empty, "LoRA adapters are not supported"),
+    "lora_path": (_is_empty, "LoRA adapters are not supported"),
+    "prompt_logprobs": (_is_empty, "log-probabilities of the prompt are not supported yet"),
+    "prompt_embeds": (_is_empty, "prompts as embeddings are not supported"),
+    "use_beam_search": (_is_empty, "beam search is not supported"),
+}
+"""Fields that change the answer in a way this server cannot: name -> (values that ask for nothing, reason)."""

@@ -1,0 +1,102 @@
+"""Runs the samples of one client request on the cluster and hands their pieces on, closing what is no longer wanted.
+
+Knows the `Generator` and the text of a sample; knows no HTTP and no answer format.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from core.errors import InvariantError
+from gateway.generation import Delta, Generator, Prompt
+from gateway.text.sample import Piece, SampleText
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One choice to generate: what to ask the cluster, and how its tokens become text."""
+
+    index: int
+    """Of the choice in the client's answer."""
+    prompt_index: int
+    prompt: Prompt
+    text: SampleText
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """One step of one sample. `cached_tokens` is set once per sample."""
+
+    sample: Sample
+    piece: Piece
+    cached_tokens: int | None = None
+
+
+Sink = Callable[[Sequence[Progress]], Awaitable[None]]
+"""Takes everything that is ready at one moment. While it waits, no more is taken from the samples than a bound."""
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+async def run_samples(generator: Generator, samples: Sequence[Sample], sink: Sink) -> None:
+    """Generate all samples side by side until each has finished; on any error or cancellation all are closed."""
+    if len(samples) == 1:
+        await _run_one(generator, samples[0], sink)
+        return
+    queue: asyncio.Queue[Progress | Exception] = asyncio.Queue(maxsize=2 * len(samples))
+    tasks = [asyncio.create_task(_pump(generator, sample, queue)) for sample in samples]
+    try:
+        running = len(samples)
+        while running:
+            batch = [await queue.get()]
+            while not queue.empty():
+                batch.append(queue.get_nowait())
+            steps: list[Progress] = []
+            for item in batch:
+                if isinstance(item, Exception):
+                    raise item
+                steps.append(item)
+                running -= item.piece.finish is not None
+            await sink(steps)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_one(generator: Generator, sample: Sample, sink: Sink) -> None:
+    stream = generator.generate(sample.prompt)
+    try:
+        async for delta in stream:
+            piece = sample.text.push(delta)
+            if piece.finish is not None:
+                # Closed before the client is served: after a stop string the workers should not wait for its network.
+                await _close(stream)
+            await sink((Progress(sample, piece, delta.num_cached_tokens),))
+            if piece.finish is not None:
+                return
+        raise InvariantError("the generator ended without a finish reason")
+    finally:
+        await _close(stream)
+
+
+async def _pump(generator: Generator, sample: Sample, queue: asyncio.Queue[Progress | Exception]) -> None:
+    async def put(steps: Sequence[Progress]) -> None:
+        for step in steps:
+            await queue.put(step)
+
+    try:
+        await _run_one(generator, sample, put)
+    except Exception as error:  # noqa: BLE001  (the top of a task; the request's own task raises it again)
+        await queue.put(error)
+
+
+async def _close(stream: AsyncIterator[Delta]) -> None:
+    """Tell the generator that no more is wanted; without effect after the last delta."""
+    if isinstance(stream, _Closable):
+        await stream.aclose()
