@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import InvariantError
-from engine.cache.page_state import NOBODY, Pages, PagesLike, PageState
+from engine.cache.page_state import NOBODY, PageIndex, Pages, PagesLike, PageState
 from engine.cache.pool_audit import PoolView, audit_pool
 from engine.events import SeqId
 
@@ -50,10 +50,10 @@ class PagePool:
         self._num = [0] * len(PageState)
         self._num[PageState.FREE] = num_pages - 1
         self._num[PageState.SINK] = 1
-        self._fenced: list[tuple[int, Pages]] = []
+        self._fenced: list[tuple[int, PageIndex]] = []
         self._retired = 0
-        self._scratch = np.zeros(num_pages, np.int32)
-        self._ramp = np.arange(num_pages, dtype=np.int32)
+        self._scratch = np.zeros(num_pages, np.intp)
+        self._ramp = np.arange(num_pages)
 
     # Facts.
 
@@ -149,7 +149,10 @@ class PagePool:
 
         Lets `free` skip the fence for pages that have been idle since.
         """
-        self._last_use[self._expect(pages, PageState.TREE)] = _UNKNOWN if step is None else step
+        index = self._index(pages)
+        if np.count_nonzero(self._state[index] != PageState.TREE):
+            raise InvariantError(f"expected TREE pages, got {self._names(index)}")
+        self._last_use[index] = _UNKNOWN if step is None else step
 
     def free(self, pages: PagesLike, fence: int, owner: SeqId | None = None) -> None:
         """PRIVATE or TREE -> FENCED until `fence` retires, or FREE at once if it has, or if the page idles since before.
@@ -186,10 +189,10 @@ class PagePool:
             self._release(pages, PageState.FENCED)
         return sum(len(pages) for pages in ready)
 
-    def expect_private(self, pages: PagesLike, owner: SeqId) -> Pages:
-        """Return the pages as an array; raises InvariantError unless all are PRIVATE pages of `owner`."""
+    def expect_private(self, pages: PagesLike, owner: SeqId) -> PageIndex:
+        """Return the pages as an index; raises InvariantError unless all are PRIVATE pages of `owner`."""
         index = self._expect(pages, PageState.PRIVATE)
-        if bool((self._owner[index] != owner).any()):
+        if np.count_nonzero(self._owner[index] != owner):
             raise InvariantError(f"sequence {owner} does not own all of pages {index.tolist()}")
         return index
 
@@ -202,10 +205,11 @@ class PagePool:
         if count > top:
             return None
         pages = self._free[top - count : top][::-1].copy()
-        self._owner[pages] = owner
-        self._epoch[pages] += np.uint32(1)
-        self._last_use[pages] = _UNKNOWN
-        self._set(pages, PageState.FREE, state)
+        index = pages.astype(np.intp)
+        self._owner[index] = owner
+        self._epoch[index] += np.uint32(1)
+        self._last_use[index] = _UNKNOWN
+        self._set(index, PageState.FREE, state)
         return pages
 
     def _promote(self, pages: PagesLike, source: PageState, owner: SeqId | None) -> None:
@@ -214,7 +218,7 @@ class PagePool:
             raise InvariantError(f"sequence {owner} does not own all of pages {index.tolist()}")
         self._set(index, source, PageState.PRIVATE)
 
-    def _discard(self, index: Pages, source: PageState, fence: int) -> None:
+    def _discard(self, index: PageIndex, source: PageState, fence: int) -> None:
         """Move pages of one state to FREE where no launched step can touch them any more, else to FENCED."""
         if fence > self._retired:
             busy = self._last_use[index] > self._retired
@@ -226,41 +230,41 @@ class PagePool:
                 index = index[~busy]
         self._release(index, source)
 
-    def _release(self, index: Pages, source: PageState) -> None:
+    def _release(self, index: PageIndex, source: PageState) -> None:
         top = self._num[PageState.FREE]
         self._free[top : top + len(index)] = index
         self._owner[index] = NOBODY
         self._set(index, source, PageState.FREE)
 
-    def _set(self, index: Pages, source: PageState, target: PageState) -> None:
+    def _set(self, index: PageIndex, source: PageState, target: PageState) -> None:
         self._state[index] = target
         self._num[source] -= len(index)
         self._num[target] += len(index)
 
-    def _index(self, pages: PagesLike) -> Pages:
-        index = np.asarray(pages, np.int32)
+    def _index(self, pages: PagesLike) -> PageIndex:
+        index = np.asarray(pages, np.intp)
         # A negative id would wrap to the end of the arrays: as unsigned it is out of range instead.
-        if len(index) and int(index.view(np.uint32).max()) >= self.num_pages:
+        if len(index) and int(index.view(np.uintp).max()) >= self.num_pages:
             raise InvariantError(f"no such page among {index.tolist()}")
         return index
 
-    def _expect(self, pages: PagesLike, state: PageState) -> Pages:
+    def _expect(self, pages: PagesLike, state: PageState) -> PageIndex:
         index = self._index(pages)
         if len(index):
-            if bool((self._state[index] != state).any()):
+            if np.count_nonzero(self._state[index] != state):
                 raise InvariantError(f"expected {state.name} pages, got {self._names(index)}")
             self._check_unique(index)
         return index
 
-    def _check_unique(self, index: Pages) -> None:
+    def _check_unique(self, index: PageIndex) -> None:
         ramp = self._ramp[: len(index)]
         if len(ramp) == len(index):
             self._scratch[index] = ramp
-            if bool((self._scratch[index] == ramp).all()):
+            if not np.count_nonzero(self._scratch[index] != ramp):
                 return
         raise InvariantError(f"a page is named twice in {index.tolist()}")
 
-    def _names(self, index: Pages) -> list[str]:
+    def _names(self, index: PageIndex) -> list[str]:
         return [f"{page} {PageState(int(self._state[page])).name} of {int(self._owner[page])}" for page in index]
 
     def audit(

@@ -10,6 +10,8 @@ from engine.events import SeqId
 
 Pages = npt.NDArray[np.int32]
 PagesLike = Pages | Sequence[int]
+PageIndex = npt.NDArray[np.intp]
+"""Pages as numpy likes to index with: no conversion at every use."""
 
 NOBODY = SeqId(-1)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.cache.page_state import NOBODY, OWNED_STATES, Pages, PageState
+from engine.cache.page_state import NOBODY, OWNED_STATES, PageIndex, Pages, PageState
 from engine.events import SeqId
 
 
@@ -21,7 +21,7 @@ class PoolView:
     owners: npt.NDArray[np.int64]  # [num_pages], -1 for nobody
     counts: tuple[int, ...]  # per PageState
     free: Pages
-    fenced: tuple[tuple[int, Pages], ...]  # (fence, pages)
+    fenced: tuple[tuple[int, PageIndex], ...]  # (fence, pages)
     retired: int
 
 
