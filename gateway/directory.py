@@ -92,6 +92,7 @@ class Directory:
         self._members: dict[WorkerId, Member] = {}
         self._slots: list[Member | None] = [None] * 16
         self._breakers: dict[WorkerId, tuple[Breaker, float]] = {}
+        self._groups: dict[tuple[str, bytes], list[Member]] = {}
 
     # What workers say
 
@@ -125,6 +126,7 @@ class Directory:
         )
         self._members[member.worker_id] = member
         self._slots[member.slot] = member
+        self._groups.setdefault(_group(registration), []).append(member)
         self._describe(member)
         self._publish(member)
         return member, old
@@ -224,6 +226,10 @@ class Directory:
             if member.registration.role is role and (not model or member.registration.model == model)
         ]
 
+    def groups(self, model: str) -> list[Registration]:
+        """Return one registration for each fingerprint that serves the model."""
+        return [members[0].registration for (name, _), members in self._groups.items() if name == model]
+
     # Book-keeping
 
     def _check_fingerprint(self, registration: Registration, replaced: Member | None) -> None:
@@ -258,6 +264,10 @@ class Directory:
         self.fleet.clear(member.slot)
         self._slots[member.slot] = None
         del self._members[member.worker_id]
+        group = self._groups[_group(member.registration)]
+        group.remove(member)
+        if not group:
+            del self._groups[_group(member.registration)]
         self._breakers[member.worker_id] = (member.breaker, self._clock.now())
 
     def _describe(self, member: Member) -> None:
@@ -290,3 +300,7 @@ class Directory:
         fleet.probing[slot] = member.breaker.probing
         fleet.lease_until[slot] = member.lease_until
         fleet.open_until[slot] = member.breaker.open_until
+
+
+def _group(registration: Registration) -> tuple[str, bytes]:
+    return registration.model, registration.fingerprint

@@ -113,11 +113,10 @@ def test_after_healing_every_match_equals_the_model(script, seed):
         if action == "snapshot":
             index.apply_snapshot(slot, worker.snapshot())
             continue
-        batch = {
-            "store": lambda: worker.store(chain_of([ROOTS, *path])),
-            "evict": lambda: worker.evict_leaf(rng),
-            "clear": worker.clear,
-        }[action]()
+        if action == "store":
+            batch = worker.store(chain_of([ROOTS, *path]))
+        else:
+            batch = worker.evict_leaf(rng) if action == "evict" else worker.clear()
         if delivery == "late":
             late[slot].append(batch)
             continue

@@ -1,0 +1,65 @@
+"""The gateway's own metrics: attempts, routing, membership, links. HTTP's are declared beside it. Knows no logic."""
+
+from core.metrics import Metrics
+
+OUTCOMES = ("stop", "length", "error", "closed")
+RETRY_CAUSES = ("worker_lost", "refused", "no_worker", "incomplete")
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+
+
+class GatewayMetrics:
+    """Declared once per process; updated on the event loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.samples = metrics.counter(
+            "tandem_gateway_samples_total", "Samples by how they ended.", {"outcome": OUTCOMES}
+        )
+        self.attempts = metrics.counter("tandem_gateway_attempts_total", "Requests submitted to decode workers.")
+        self.retries = metrics.counter(
+            "tandem_gateway_retries_total", "Further attempts by cause.", {"cause": RETRY_CAUSES}
+        )
+        self.resumes = metrics.counter(
+            "tandem_gateway_resumes_total", "Further attempts of samples whose client already had tokens."
+        )
+        self.placements = metrics.counter(
+            "tandem_gateway_prefill_placements_total", "Prefill workers named after another was lost or refused."
+        )
+        self.surplus_tokens = metrics.counter(
+            "tandem_gateway_repeated_tokens_total", "Output tokens that came again and were dropped."
+        )
+        self.output_tokens = metrics.counter("tandem_gateway_output_tokens_total", "Output tokens handed on.")
+        self.cached_tokens = metrics.counter(
+            "tandem_gateway_cached_tokens_total", "Prompt tokens that workers found in their caches."
+        )
+        self.prompt_tokens = metrics.counter("tandem_gateway_prompt_tokens_total", "Prompt tokens of started samples.")
+        self.bytes_pulled = metrics.counter(
+            "tandem_gateway_pulled_bytes_total", "KV bytes that decode workers pulled for our samples."
+        )
+        self.recomputed_tokens = metrics.counter(
+            "tandem_gateway_recomputed_tokens_total", "Prompt tokens computed again by decode workers."
+        )
+        self.first_token_seconds = metrics.histogram(
+            "tandem_gateway_first_token_seconds", "From admission to the first token.", SECONDS
+        )
+        self.queue_seconds = metrics.histogram("tandem_gateway_queue_seconds", "Wait for admission.", SECONDS)
+        self.route_seconds = metrics.histogram("tandem_gateway_route_seconds", "Hashing and placing.", SECONDS)
+        self.prefix_share = metrics.histogram(
+            "tandem_gateway_prefix_match_ratio", "Share of the prompt that the chosen prefill side held.", SHARES
+        )
+        self.in_flight = metrics.gauge("tandem_gateway_samples_in_flight", "Admitted and not ended.")
+        self.queued = metrics.gauge("tandem_gateway_samples_queued", "Waiting for admission.")
+        self.workers = metrics.gauge(
+            "tandem_gateway_workers_ready", "Workers that may get work.", {"role": ("prefill", "decode")}
+        )
+        self.members = metrics.gauge(
+            "tandem_gateway_workers_registered", "Workers registered.", {"role": ("prefill", "decode")}
+        )
+        self.index_pages = metrics.gauge("tandem_gateway_index_pages", "Distinct pages in the prefix index.")
+        self.index_resyncs = metrics.gauge(
+            "tandem_gateway_index_resyncs_count", "Snapshots applied to the prefix index since the start."
+        )
+        self.links = metrics.gauge("tandem_gateway_links_open", "Streams to decode workers.")
+        self.step_frames = metrics.gauge(
+            "tandem_gateway_step_frames_count", "Step frames received on the links that are open."
+        )

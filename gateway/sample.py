@@ -1,0 +1,336 @@
+"""One sample on its way through the cluster: submits attempts, reads what comes back, recovers, ends exactly once.
+
+All decisions are asked of `gateway.attempt`; this file does what they say. One task of the event loop uses it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.clock import Clock
+from core.errors import DeadlineExceeded, Draining, InvariantError, NoWorker, TransferFailed, WorkerLost
+from core.handover import TokenLogprobs
+from core.ids import Handle, RequestId, WorkerId
+from core.request import FinishReason
+from core.stream import Finished, NeedPrefill, Started
+from gateway.attempt import (
+    Again,
+    GiveUp,
+    Progress,
+    RetryBudget,
+    RetryRules,
+    after_failure,
+    after_shortage,
+    count_failure,
+    may_place,
+)
+from gateway.directory import Directory
+from gateway.dispatch import Dispatch
+from gateway.generation import Delta, Prompt
+from gateway.links import Links
+from gateway.mailbox import Failure, Item, Mailbox, Run
+from gateway.metrics import GatewayMetrics
+from gateway.resume import Output, build_request, finish_of
+from gateway.router import Placed, Router, Work, target_of
+from gateway.routing.job import RoutingRules, Shortage
+from gateway.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What every sample of this gateway process shares."""
+
+    directory: Directory
+    router: Router
+    links: Links
+    clock: Clock
+    retries: RetryRules
+    routing: RoutingRules
+    budget: RetryBudget
+    metrics: GatewayMetrics
+
+
+@dataclass(slots=True)
+class _Attempt:
+    handle: Handle
+    link: WorkerLink
+    mailbox: Mailbox
+    placed: Placed
+    dispatch: Dispatch
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one take of the mailbox amounts to."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    finish: FinishReason | None = None
+    cached: int | None = None
+    failure: Failure | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.tokens) or self.finish is not None or self.cached is not None
+
+
+class SampleRun:
+    """Call `next_delta` until one has `finish` or it raises; then, in any case, `close`."""
+
+    def __init__(self, cluster: Cluster, prompt: Prompt, deadline: float) -> None:
+        self._cluster = cluster
+        self._prompt = prompt
+        self._request_id = RequestId(f"{prompt.request_id}-{prompt.sampling.sample_index}")
+        self._output = Output()
+        self._work = Work(prompt, self._output)
+        now = cluster.clock.now()
+        self._progress = Progress(started_at=now, deadline=deadline)
+        self._num_cached = -1
+        self._eos: tuple[int, ...] = ()
+        self._attempt: _Attempt | None = None
+        self._failure: Failure | None = None
+        self._deadline_timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._deadline_passed)
+
+    async def next_delta(self) -> Delta:
+        """Wait for news. Raises a `TandemError` when the sample ends badly."""
+        while True:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                await self._recover(failure)
+            if self._attempt is None:
+                finish = self._own_finish()
+                if finish is not None:
+                    return Delta(finish=finish)
+                self._attempt = await self._start()
+                if self._attempt is None:
+                    continue
+            step = self._read(self._attempt, await self._attempt.mailbox.take())
+            self._failure = step.failure
+            if step.has_news:
+                return Delta(
+                    token_ids=tuple(step.tokens),
+                    logprobs=tuple(step.logprobs),
+                    finish=step.finish,
+                    num_cached_tokens=step.cached,
+                )
+
+    def close(self, reason: str = "the client left") -> None:
+        """End whatever still runs on the workers. Idempotent."""
+        self._deadline_timer.cancel()
+        self._end_attempt(reason)
+
+    @property
+    def has_output(self) -> bool:
+        """True once a token arrived."""
+        return len(self._output) > 0
+
+    # Submitting
+
+    async def _start(self) -> _Attempt | None:
+        """Place and submit the next attempt; None: the worker was lost in between, go round again."""
+        cluster, progress = self._cluster, self._progress
+        while True:
+            begun = cluster.clock.now()
+            placed = cluster.router.place(self._work)
+            cluster.metrics.route_seconds.observe(cluster.clock.now() - begun)
+            if isinstance(placed, Placed):
+                return self._submit(placed)
+            await self._wait_for_workers(placed, progress)
+
+    async def _wait_for_workers(self, shortage: Shortage, progress: Progress) -> None:
+        cluster = self._cluster
+        verdict = after_shortage(shortage, progress=progress, rules=cluster.retries, now=cluster.clock.now())
+        if isinstance(verdict, GiveUp):
+            raise verdict.error
+        if progress.interrupted_at is None:
+            progress.interrupted_at = cluster.clock.now()
+            cluster.metrics.retries.labels("no_worker").inc()
+        await asyncio.sleep(verdict.pause_s)
+
+    def _submit(self, placed: Placed) -> _Attempt | None:
+        cluster, progress = self._cluster, self._progress
+        handle = cluster.links.fresh_handle()
+        request = build_request(
+            self._prompt,
+            request_id=self._request_id,
+            attempt=progress.attempts,
+            output=self._output,
+            page_hashes=placed.page_hashes,
+            timeout_s=max(0.001, progress.deadline - cluster.clock.now()),
+            num_cached_tokens=self._num_cached,
+        )
+        link = cluster.links.ensure(placed.decode.registration)
+        progress.attempts += 1
+        progress.placements = 0
+        cluster.metrics.attempts.inc()
+        try:
+            mailbox = link.submit(handle, request, target_of(placed.prefill))
+        except WorkerLost as error:
+            self._work.avoid_decode.add(placed.decode)
+            self._failure = Failure(error, by_worker=False)
+            return None
+        self._eos = placed.decode.registration.eos_token_ids
+        dispatch = Dispatch(
+            cluster.directory,
+            prefill=placed.prefill,
+            decode=placed.decode,
+            tokens=placed.uncached_tokens,
+            seconds=placed.choice.prefill_s,
+        )
+        return _Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens)
+
+    # Reading
+
+    def _read(self, attempt: _Attempt, items: Iterable[Item]) -> _Step:
+        step = _Step([], [])
+        try:
+            for item in items:
+                match item:
+                    case Run():
+                        self._take_tokens(attempt, item, step)
+                    case Started():
+                        self._take_start(attempt, item, step)
+                    case Finished():
+                        self._take_finish(attempt, item, step)
+                    case NeedPrefill():
+                        self._replace_prefill(attempt, item)
+                    case Failure():
+                        step.failure = item
+        except TransferFailed as error:
+            step.failure = Failure(error, by_worker=False)
+            self._cluster.metrics.retries.labels("incomplete").inc()
+        return step
+
+    def _take_tokens(self, attempt: _Attempt, run: Run, step: _Step) -> None:
+        tokens, logprobs = self._output.accept(run.position, run.tokens, run.logprobs)
+        metrics = self._cluster.metrics
+        metrics.surplus_tokens.inc(len(run.tokens) - len(tokens))
+        metrics.output_tokens.inc(len(tokens))
+        if not self._progress.received and tokens:
+            metrics.first_token_seconds.observe(self._cluster.clock.now() - self._progress.started_at)
+        step.tokens.extend(tokens)
+        step.logprobs.extend(logprobs)
+        self._progress.received = len(self._output)
+        if self._progress.interrupted_at is not None and tokens:
+            self._progress.interrupted_at = None
+            self._work.avoid_decode.clear()
+        attempt.dispatch.computed()
+
+    def _take_start(self, attempt: _Attempt, started: Started, step: _Step) -> None:
+        cluster = self._cluster
+        attempt.dispatch.computed()
+        cluster.router.handed_over(started, attempt.placed, attempt.num_tokens)
+        cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
+        if self._num_cached < 0:
+            # Usage is that of the first attempt that came so far, whatever later ones find in their caches.
+            self._num_cached = step.cached = max(0, started.num_cached_tokens)
+            cluster.metrics.cached_tokens.inc(self._num_cached)
+            cluster.metrics.prompt_tokens.inc(len(self._prompt.token_ids))
+
+    def _take_finish(self, attempt: _Attempt, finished: Finished, step: _Step) -> None:
+        self._output.check_complete(finished.num_output_tokens)
+        try:
+            step.finish = FinishReason(finished.reason)
+        except ValueError:
+            error = InvariantError(f"the worker ended the request with the unknown reason {finished.reason!r}")
+            step.failure = Failure(error, by_worker=True)
+            return
+        self._cluster.metrics.recomputed_tokens.inc(finished.recomputed_tokens)
+        self._cluster.directory.succeeded(attempt.placed.decode)
+        self._end_attempt("finished")
+
+    def _replace_prefill(self, attempt: _Attempt, need: NeedPrefill) -> None:
+        """Name another prefill worker, or nobody; the decode worker keeps what it has."""
+        cluster = self._cluster
+        lost = cluster.directory.find(WorkerId(need.failed))
+        if lost is not None:
+            self._work.avoid_prefill.add(lost)
+            if need.code in (WorkerLost.code, TransferFailed.code):
+                cluster.directory.failed(lost)
+            elif need.code == Draining.code:
+                cluster.directory.draining(lost)
+        self._progress.placements += 1
+        cluster.metrics.placements.inc()
+        decode, another = attempt.placed.decode, None
+        if may_place(self._progress, cluster.retries):
+            another = cluster.router.place_prefill(self._work, decode)
+        may_compute = cluster.routing.local_fallback or decode.registration.prefill_mode != "remote"
+        if another is None and not may_compute:
+            error = NoWorker(f"prefill worker {need.failed} failed and there is no other: {need.message}")
+            attempt.mailbox.note(Failure(error, by_worker=True))
+            return
+        attempt.dispatch.place(another, seconds=attempt.placed.choice.prefill_s)
+        attempt.link.place(attempt.handle, target_of(another))
+
+    # Recovering
+
+    async def _recover(self, failure: Failure) -> None:
+        """Clean up the failed attempt, then return to make another, or raise."""
+        cluster, progress, error, now = self._cluster, self._progress, failure.error, self._cluster.clock.now()
+        self._note_decode(failure)
+        self._end_attempt(error.message)
+        if self._own_finish() is not None:
+            return  # only the goodbye was lost
+        count_failure(error, by_worker=failure.by_worker, progress=progress, rules=cluster.retries, now=now)
+        verdict = after_failure(
+            error,
+            by_worker=failure.by_worker,
+            progress=progress,
+            rules=cluster.retries,
+            budget=cluster.budget,
+            now=now,
+        )
+        if isinstance(verdict, GiveUp):
+            raise verdict.error
+        self._note_retry(failure, verdict)
+        if verdict.pause_s > 0:
+            await asyncio.sleep(verdict.pause_s)
+
+    def _own_finish(self) -> FinishReason | None:
+        return finish_of(self._output.tokens, self._prompt.stop, self._eos)
+
+    def _note_decode(self, failure: Failure) -> None:
+        """Let the directory know what the failure says of the decode worker."""
+        if self._attempt is None:
+            return
+        decode, directory = self._attempt.placed.decode, self._cluster.directory
+        if failure.error.retryable or isinstance(failure.error, InvariantError):
+            self._work.avoid_decode.add(decode)
+        if isinstance(failure.error, Draining):
+            directory.draining(decode)
+        elif isinstance(failure.error, (WorkerLost, InvariantError)):
+            directory.failed(decode)
+
+    def _note_retry(self, failure: Failure, verdict: Again) -> None:
+        metrics = self._cluster.metrics
+        metrics.retries.labels("refused" if failure.by_worker else "worker_lost").inc()
+        if self.has_output:
+            metrics.resumes.inc()
+        logger.info(
+            "request %s: attempt %d ended after %d tokens (%s); another in %.2f s",
+            self._request_id,
+            self._progress.attempts,
+            len(self._output),
+            failure.error.message,
+            verdict.pause_s,
+        )
+
+    def _end_attempt(self, reason: str) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.link.release(attempt.handle, reason)
+            attempt.dispatch.close()
+
+    def _deadline_passed(self) -> None:
+        error = DeadlineExceeded("the request's deadline passed")
+        if self._attempt is not None:
+            self._attempt.mailbox.note(Failure(error, by_worker=False))
+
+
+def raised(error: BaseException) -> str:
+    """Return the outcome label of an ending: `error` for what a client is told, `closed` for its own leaving."""
+    return "closed" if isinstance(error, (GeneratorExit, asyncio.CancelledError)) else "error"
