@@ -85,6 +85,8 @@ class EngineDesk:
             try:
                 engine.commit(seq, first.tokens, first.logprobs, finish, first.num_cached_tokens)
             except TandemError as error:
+                # Every read of the pull is over, so none of its pages is open.
+                engine.drop(seq, ())
                 self._loop.call_soon_threadsafe(on_error, error)
 
         self._calls.post(run)

@@ -160,6 +160,7 @@ class RequestLedger:
         phases = Counter(request.phase for request in self.live())
         return {
             **{f"{name}_total": float(value) for name, value in self._counts.items()},
+            "requests_live": float(self.num_live),
             **{f"requests_{phase}": float(phases[phase]) for phase in Phase if phase is not Phase.ENDED},
         }
 

@@ -185,9 +185,9 @@ class Receiver:
         self, request: Request, target: PrefillTarget, error: TandemError
     ) -> PrefillTarget | None:
         """Report the loss and wait for the gateway's choice; errors that no other P can cure are raised again."""
+        remaining_s = self._remaining_s(request)
         if isinstance(error, _OF_THE_REQUEST):
             raise error
-        remaining_s = self._remaining_s(request)
         request.move(Phase.NEED_PREFILL)
         request.place = asyncio.get_running_loop().create_future()
         request.stream.add_record(

@@ -88,6 +88,7 @@ class FakeEngine:
         self.free_rows = deque(range(rows))
         self.rows = rows
         self.refuse: TandemError | None = None
+        self.commit_error: TandemError | None = None
         self.hold_landing = False
         self.valid_epochs = True
         self.aborted: list[SeqId] = []
@@ -162,6 +163,8 @@ class FakeEngine:
     def commit(self, seq, first_tokens, logprobs, finish, num_cached_tokens):
         if seq not in self.seqs:
             return
+        if self.commit_error is not None:
+            raise self.commit_error
         s = self.seqs[seq]
         self.committed.append(seq)
         s.tokens += first_tokens

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from core.errors import (
+    Aborted,
     DeadlineExceeded,
     InvariantError,
     LeaseLost,
@@ -210,6 +211,26 @@ async def test_a_request_that_fails_in_the_engine_while_it_is_pulled_ends_once(r
     await settle()
     assert pull.cancelled
     assert rig.engine.audit() == []
+
+
+async def test_a_commit_that_the_engine_refuses_frees_the_pages_and_ends_the_request(rig):
+    rig.engine.commit_error = TransferFailed("a page is missing")
+    gateway = await connected(rig)
+    gateway.submit(1, ask(PROMPT), P1)
+    pull = await rig.puller.next()
+    pull.final()
+    pull.done()
+    assert (await gateway.ended(1)).code == "transfer_failed"
+    assert rig.engine.audit() == []
+
+
+async def test_a_pull_that_fails_because_the_deadline_passed_says_so(rig):
+    gateway = await connected(rig)
+    gateway.submit(1, ask(PROMPT, timeout_s=5.0), P1)
+    pull = await rig.puller.next()
+    rig.clock.advance(5.0)
+    pull.fail(Aborted("the request ended before its pages arrived"))
+    assert (await gateway.ended(1)).code == "deadline_exceeded"
 
 
 async def test_a_refusal_of_the_engine_ends_the_request_with_its_code(rig):
