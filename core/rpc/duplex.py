@@ -45,7 +45,7 @@ class Duplex(Generic[Out, In]):
             self._outbox.close()
         except asyncio.CancelledError:
             self._outbox.close()
-            if self._is_cancelled_from_outside():
+            if _cancellations():
                 raise
 
     def post(self, message: Out) -> None:
@@ -63,6 +63,7 @@ class Duplex(Generic[Out, In]):
 
     async def accepted(self, timeout_s: float) -> None:
         """Wait until the service took the stream; raises the error that it refused with, or `WorkerLost`."""
+        cancellations = _cancellations()
         try:
             async with asyncio.timeout(timeout_s):
                 metadata = dict(await self._call.initial_metadata())
@@ -73,7 +74,7 @@ class Duplex(Generic[Out, In]):
         except aio.AioRpcError as error:
             raise from_status(error, self.peer) from error
         except asyncio.CancelledError:
-            if self._is_cancelled_from_outside():
+            if _cancellations() > cancellations:
                 raise
             raise WorkerLost(f"the stream to {self.peer} was closed here") from None
 
@@ -82,6 +83,7 @@ class Duplex(Generic[Out, In]):
 
         Cancelling a read ends the call (gRPC's rule).
         """
+        cancellations = _cancellations()
         try:
             message = await self._call.read()
         except aio.AioRpcError as error:
@@ -89,7 +91,7 @@ class Duplex(Generic[Out, In]):
         except asyncio.InvalidStateError as error:
             raise await self._end() from error
         except asyncio.CancelledError:
-            if self._is_cancelled_from_outside():
+            if _cancellations() > cancellations:
                 raise
             raise WorkerLost(f"the stream to {self.peer} was closed here") from None
         if message is aio.EOF:
@@ -103,12 +105,6 @@ class Duplex(Generic[Out, In]):
         trailing: dict[str, Any] = dict(await self._call.trailing_metadata() or ())
         return rebuild(status, await self._call.details() or "", trailing, self.peer)
 
-    def _is_cancelled_from_outside(self) -> bool:
-        # A call that was cancelled here raises CancelledError in its users too: that is an ended stream, no
-        # cancellation of their task.
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-
     @property
     def is_closing(self) -> bool:
         """True from the first `close` on."""
@@ -120,15 +116,26 @@ class Duplex(Generic[Out, In]):
             return
         self._closing = True
         self._outbox.close()
+        cancellations = _cancellations()
         try:
-            async with asyncio.timeout(flush_s):
-                await asyncio.shield(self._writer)
-                await self._call.code()
-        except (TimeoutError, aio.AioRpcError, asyncio.CancelledError):
-            if self._is_cancelled_from_outside():
+            if flush_s > 0:
+                async with asyncio.timeout(flush_s):
+                    await asyncio.shield(self._writer)
+                    await self._call.code()
+        except (TimeoutError, aio.AioRpcError):
+            pass
+        except asyncio.CancelledError:
+            if _cancellations() > cancellations:
                 raise
         finally:
             self._call.cancel()
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
             await self._channel.close()
+
+
+def _cancellations() -> int:
+    # A call that was cancelled here raises CancelledError in its users too: an ended stream, no cancellation of
+    # their task. Only a count that grew meanwhile means the latter.
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
