@@ -188,7 +188,11 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 def dump(config: msgspec.Struct) -> str:
     """Return the resolved configuration as TOML that `load` reads back; secrets are masked, None is left out."""
-    tree = msgspec.to_builtins(config, enc_hook=_encode_path, str_keys=True)
+    return to_toml(msgspec.to_builtins(config, enc_hook=_encode_path, str_keys=True))
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """Return nested plain data as TOML; values of secret keys are masked, None is left out."""
     lines: list[str] = []
     _dump_table(tree, (), lines)
     return "\n".join(lines).strip("\n") + "\n"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.clock import Clock
-from core.config import to_toml
+from core.config import native_environment, to_toml
 from core.errors import ConfigError, DeadlineExceeded
 from deploy.local.restart import after_exit
 from deploy.local.slot import Slot, SlotState, first_sentence
@@ -137,6 +137,7 @@ class Launcher:
         return slot
 
     async def _launch(self, slot: Slot) -> None:
+        threads = threads_per_worker(os.cpu_count() or 1, sum(self._want.values()))
         if slot.role == "gateway":
             config = gateway_config(
                 self._spec,
@@ -154,9 +155,9 @@ class Launcher:
                 run_dir=self._run_dir,
                 model_dir=self._model_dir,
                 gateways=[str(self._slots[GATEWAY_ID].facts["membership_address"])],
-                threads=threads_per_worker(os.cpu_count() or 1, sum(self._want.values())),
+                threads=threads,
             )
-        await slot.start(to_toml(config), overrides(self._spec, slot.role))
+        await slot.start(to_toml(config), overrides(self._spec, slot.role), native_environment(threads=threads))
         watcher = asyncio.create_task(self._watch(slot))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)

@@ -53,7 +53,7 @@ class Slot:
         """Pid of the running process."""
         return self.process.pid if self.process is not None and self.process.returncode is None else None
 
-    async def start(self, config_toml: str, sets: list[str]) -> None:
+    async def start(self, config_toml: str, sets: list[str], environment: dict[str, str]) -> None:
         """Write the configuration and start the process, tied to this one."""
         self._ready_path.unlink(missing_ok=True)
         self._config_path.write_text(config_toml)
@@ -69,6 +69,7 @@ class Slot:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=environment,
                 start_new_session=True,
             )
         self.started_at = self._clock.now()
