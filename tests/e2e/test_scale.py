@@ -1,0 +1,51 @@
+"""`tandem scale` under load: no failed request (issue point 6); drain, status and down as a person uses them."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.fakes.chaos import faults, storm, work
+from tests.fakes.cluster import running_cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def test_scaling_out_and_in_under_load_fails_no_request(tmp_path):
+    with running_cluster(tmp_path, "--prefill", "2", "--decode", "1") as cluster:
+        done = threading.Event()
+        outcomes = []
+
+        def load():
+            seed = 0
+            while not done.is_set() or seed < 1:
+                items = work(48, seed)
+                outcomes.extend(
+                    asyncio.run(storm(cluster.base_url, "scripted", items, concurrency=16, cancel_share=0, seed=seed))
+                )
+                seed += 1
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        out = cluster.cli("scale", "decode=3")
+        back = cluster.cli("scale", "prefill=1")
+        less = cluster.cli("scale", "decode=1")
+        done.set()
+        thread.join()
+        for run in (out, back, less):
+            assert run.returncode == 0, run.stderr + cluster.logs()
+        assert [f for o in outcomes for f in faults(o)] == []
+        assert sorted(p["id"] for p in cluster.processes()) == ["decode-1", "gateway-1", "prefill-1"]
+        assert "decode-3: ready" in out.stdout
+        assert "prefill-2: gone" in back.stdout
+        wrong = cluster.cli("scale", "decode=0")
+        assert wrong.returncode == 3
+        assert (
+            wrong.stderr.strip()
+            == "tandem: at least one decode worker must stay; use `tandem down` to stop the cluster"
+        )
+        status = cluster.cli("status")
+        assert status.stdout.startswith("cluster default: scripted at http://")
+        down = cluster.cli("down")
+        assert down.returncode == 0, down.stderr
+        assert cluster.process.wait(10) == 0

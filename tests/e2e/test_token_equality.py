@@ -1,0 +1,148 @@
+"""P/D = single worker = chunked = batched = after a prefix hit = after a kill and resume, on shm and tcp (issue point 3).
+
+A seeded tiny model in float64: equality is exact. The truth is one worker that computes its prompts itself, alone.
+"""
+
+import asyncio
+import signal
+import threading
+
+import httpx
+import pytest
+
+from tests.fakes.audit import findings, statistics
+from tests.fakes.cluster import complete, running_cluster, stream_text, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+PROMPTS = [
+    "The first of the seven hills was covered in snow, and nobody had climbed it. " * 3,
+    "a",
+    "Sixteen characters of text that repeat themselves until a page is full. " * 2,
+    "1234567890" * 12,
+]
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.95, "seed": 7},
+    {"temperature": 1.0, "top_k": 20, "seed": 8, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+]
+MAX_TOKENS = 40
+
+
+def bodies(model):
+    return [
+        {"model": model, "prompt": p, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 2, **s}
+        for p in PROMPTS
+        for s in SETTINGS
+    ]
+
+
+def answers(cluster):
+    def one(body):
+        answer = complete(cluster.base_url, body)
+        assert "choices" in answer, answer
+        choice = answer["choices"][0]
+        return (
+            choice["text"],
+            choice["finish_reason"],
+            choice["logprobs"]["tokens"],
+            answer["usage"]["completion_tokens"],
+        )
+
+    return [one(body) for body in bodies(cluster.model)]
+
+
+def answers_together(cluster):
+    async def ask():
+        async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120) as client:
+            replies = await asyncio.gather(*(client.post("/v1/completions", json=b) for b in bodies(cluster.model)))
+            return [r.json() for r in replies]
+
+    return [
+        (
+            a["choices"][0]["text"],
+            a["choices"][0]["finish_reason"],
+            a["choices"][0]["logprobs"]["tokens"],
+            a["usage"]["completion_tokens"],
+        )
+        for a in asyncio.run(ask())
+    ]
+
+
+def truth(tmp_path_factory, model):
+    with running_cluster(
+        tmp_path_factory.mktemp("truth"), "--prefill", "0", "--prefill-mode", "local", model=model
+    ) as cluster:
+        return answers(cluster)
+
+
+@pytest.fixture(scope="module", params=["tiny-llama-f64", "tiny-window-f64"])
+def model_and_truth(request, tmp_path_factory):
+    return request.param, truth(tmp_path_factory, request.param)
+
+
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+def test_disaggregated_text_equals_the_single_worker(model_and_truth, transfer, tmp_path):
+    model, expected = model_and_truth
+    flags = (
+        "--transfer",
+        transfer,
+        "--decode",
+        "2",
+        "--set",
+        "all:engine.chunk_tokens=32",
+        "--set",
+        "all:engine.audit_every_steps=1",
+    )
+    with running_cluster(tmp_path, *flags, model=model) as cluster:
+        assert answers(cluster) == expected, "first time, chunked, over P/D"
+        assert answers(cluster) == expected, "again, after prefix hits"
+        assert answers_together(cluster) == expected, "batched with others"
+        pulled = sum(
+            s.values["transfer_bytes_pulled"]
+            for s in statistics(cluster).values()
+            if "transfer_bytes_pulled" in s.values
+        )
+        assert pulled > 0
+        assert_resumed_text_is_equal(cluster, expected)
+        wait_for(lambda: findings(cluster) == [], 10, f"audit: {findings(cluster)}")
+
+
+def assert_resumed_text_is_equal(cluster, expected):
+    """Kill the decode worker that owns a stream in its middle; the client must not notice."""
+    body = {**bodies(cluster.model)[1], "max_tokens": MAX_TOKENS}
+    del body["logprobs"]
+    killed = threading.Event()
+
+    def kill_owner(text):
+        if len(text) < 5 or killed.is_set():
+            return
+        stats = statistics(cluster, audit=False)
+        owners = [w for w, s in stats.items() if w.startswith("decode") and s.values["engine_rows_used"]]
+        if owners:
+            killed.set()
+            cluster.kill(owners[0], signal.SIGKILL)
+
+    result = stream_text(cluster.base_url, body, kill_owner)
+    assert killed.is_set(), "the stream ended before its worker could be killed"
+    assert result["error"] is None, result
+    assert result["text"] == expected[1][0], "after kill and resume"
+    assert result["done"]
+    cluster.wait_ready(4)
+
+
+def test_retraction_does_not_change_text(model_and_truth, tmp_path):
+    model, expected = model_and_truth
+    flags = (
+        "--set",
+        "decode:engine.num_pages=44",
+        "--set",
+        "all:engine.page_tokens=16",
+        "--set",
+        "all:engine.audit_every_steps=1",
+    )
+    with running_cluster(tmp_path, *flags, model=model) as cluster:
+        assert answers_together(cluster) == expected
+        retracted = statistics(cluster)["decode-1"].values["engine_retractions"]
+        assert retracted > 0, "the pool was not small enough for this test to show anything"
+        wait_for(lambda: findings(cluster) == [], 10, f"audit: {findings(cluster)}")
