@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--transfer", default="auto")
     demo.add_argument("--question", default="What is the capital of France? Answer in one sentence.")
     demo.set_defaults(run=_demo)
-    add("doctor", "check this machine and say what is missing").set_defaults(run=lambda _: run_doctor(_say))
+    add("doctor", "check this machine and say what is missing").set_defaults(run=_doctor)
     for name, module in SERVICE_MODULES.items():
         commands.add_parser(name, help=f"run one {name} process (python -m {module} --config FILE --set a.b=c)")
     return parser
@@ -157,6 +157,10 @@ def _down(options: argparse.Namespace) -> int:
         os.close(descriptor)
     _say("the cluster is gone")
     return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    return run_doctor(_say)
 
 
 def _demo(options: argparse.Namespace) -> int:

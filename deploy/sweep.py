@@ -4,8 +4,9 @@ from pathlib import Path
 
 import psutil
 
+from kv_transfer.memory import SEGMENT_PREFIX
+
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENT_PREFIX = "tandem-"
 
 
 def leftovers(pids: list[int], run_dir: Path) -> list[str]:

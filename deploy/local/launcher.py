@@ -24,6 +24,7 @@ from deploy.local.spec import (
     threads_per_worker,
     worker_config,
 )
+from deploy.sweep import SHARED_MEMORY
 from kv_transfer.memory import sweep_stale_segments
 
 READY_POLL_S = 0.05
@@ -122,7 +123,7 @@ class Launcher:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        sweep_stale_segments()
+        sweep_stale_segments(str(SHARED_MEMORY))
 
     # --- processes ----------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Launcher:
         )
         slot.history, slot.reason = verdict.history, verdict.reason
         if code != 0:
-            sweep_stale_segments()
+            sweep_stale_segments(str(SHARED_MEMORY))
         if verdict.action == "remove":
             self._forget(slot)
         elif verdict.action == "hold":
