@@ -67,7 +67,10 @@ FromGateway = StreamHello | Submit | AbortRequest | Place | Ack
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The prompt is computed (or landed): what the first attempt reports as usage."""
+    """The prompt is computed: what the first attempt reports as usage. Comes with or before the first token.
+
+    After a hand-over it comes once more, with `bytes_pulled`, when everything has landed and was validated.
+    """
 
     handle: Handle
     num_cached_tokens: int

@@ -14,7 +14,7 @@ from decode_worker.hosting import EngineDesk
 from decode_worker.requests import Phase, Request
 from decode_worker.streams import GatewayStream
 from engine.events import FailedHere, FinishedHere, SeqId, StartedHere, StepEvents
-from kv_transfer.api import FirstTokens
+from kv_transfer.api import FirstTokens, Pulled
 
 
 class RequestLedger:
@@ -98,13 +98,7 @@ class RequestLedger:
         """Send FINAL's tokens on at once; if they end the request, it is answered now."""
         position = request.num_output_tokens
         request.first = first
-        request.stream.add_record(
-            Started(
-                handle=request.handle,
-                num_cached_tokens=request.cached_tokens(first.num_cached_tokens),
-                prefill_worker=request.target.worker_id if request.target else "",
-            )
-        )
+        request.stream.add_record(self._started_record(request, first, 0))
         request.stream.add_tokens(request.handle, position, first.tokens, first.logprobs)
         self._counts["first_tokens_forwarded"] += 1
         if first.finish:
@@ -118,6 +112,14 @@ class RequestLedger:
                     recomputed_tokens=request.recomputed_tokens,
                 ),
             )
+
+    def landed(self, request: Request, pulled: Pulled) -> None:
+        """The hand-over was validated: the request runs here now, unless its first token ended it."""
+        self._counts["hand_overs"] += 1
+        if request.has_ended:
+            return
+        request.move(Phase.RUNNING)
+        request.stream.add_record(self._started_record(request, pulled.first, pulled.bytes_pulled))
 
     def apply(self, events: StepEvents) -> None:
         """Send on what one pass of the engine produced: at most one frame per gateway stream follows from it."""
@@ -163,6 +165,14 @@ class RequestLedger:
             "requests_live": float(self.num_live),
             **{f"requests_{phase}": float(phases[phase]) for phase in Phase if phase is not Phase.ENDED},
         }
+
+    def _started_record(self, request: Request, first: FirstTokens, bytes_pulled: int) -> Started:
+        return Started(
+            handle=request.handle,
+            num_cached_tokens=request.cached_tokens(first.num_cached_tokens),
+            prefill_worker=request.target.worker_id if request.target else "",
+            bytes_pulled=bytes_pulled,
+        )
 
     def _started(self, event: StartedHere) -> None:
         request = self._by_seq.get(event.seq)

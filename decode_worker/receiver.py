@@ -132,8 +132,7 @@ class Receiver:
                     self.compute_here(request)
                     return
                 continue
-            if not request.has_ended:
-                request.move(Phase.RUNNING)
+            self._ledger.landed(request, pulled)
             self._desk.commit(booking.seq, pulled, lambda error: self._ledger.fail(request, error))
             return
 

@@ -59,6 +59,9 @@ async def test_the_first_token_is_sent_at_final_and_the_hand_over_continues_it(r
     assert len(gateway.logprobs[1]) == 1
     pull.done()
     await rig.run_dry()
+    assert gateway.of(1, Started)[1:] == [
+        Started(handle=1, num_cached_tokens=4, prefill_worker="prefill-1", bytes_pulled=64)
+    ]
     assert gateway.tokens[1] == reply(PROMPT, 5)
     assert gateway.terminal(1).recomputed_tokens == 0
     assert rig.engine.audit() == []
