@@ -6,6 +6,7 @@ Needs no torch.
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from core.errors import ConfigError
 from engine.models.byte_tokenizer import byte_ids, chat_tail, write_byte_tokenizer
 from engine.models.manifest import make_directory
 from engine.models.script import Script, ScriptedConfig
+from engine.models.tiny import write_tiny
 
 
 def chat_script(user: str, reply: str) -> Script:
@@ -56,7 +58,19 @@ def _prepare_builtin_scripted(cache_dir: Path) -> Path:
     return prepare_scripted(cache_dir, SCRIPTED)
 
 
+def _prepare_tiny(name: str, dtype: str, windowed: bool, cache_dir: Path) -> Path:
+    return make_directory(
+        cache_dir / f"{name}-{_TINY_VERSION}", name, lambda directory: write_tiny(directory, dtype, windowed=windowed)
+    )
+
+
+_TINY_VERSION = "v1"
+"""Part of the directory name; changes whenever `engine.models.tiny` would write something else."""
 _BUILTIN: dict[str, Callable[[Path], Path]] = {
+    "tiny-llama": partial(_prepare_tiny, "tiny-llama", "f32", False),
+    "tiny-llama-f64": partial(_prepare_tiny, "tiny-llama-f64", "f64", False),
+    "tiny-window": partial(_prepare_tiny, "tiny-window", "f32", True),
+    "tiny-window-f64": partial(_prepare_tiny, "tiny-window-f64", "f64", True),
     "scripted": _prepare_builtin_scripted,
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
