@@ -103,6 +103,10 @@ class PagePool:
         """FREE -> PRIVATE of `owner`. Returns int32[count], or None (nothing changed) if fewer pages are free."""
         return self._take(count, owner, PageState.PRIVATE)
 
+    def allocate_each(self, owners: npt.NDArray[np.int64]) -> Pages | None:
+        """FREE -> PRIVATE, one page for each of `owners`: the growth of a whole batch. None if fewer pages are free."""
+        return self._take(len(owners), owners, PageState.PRIVATE)
+
     def allocate_landing(self, count: int, owner: SeqId) -> Pages | None:
         """FREE -> LANDING: pages that a transfer of `owner` will write. None if fewer pages are free."""
         return self._take(count, owner, PageState.LANDING)
@@ -198,8 +202,8 @@ class PagePool:
 
     # Machinery.
 
-    def _take(self, count: int, owner: SeqId, state: PageState) -> Pages | None:
-        if count < 0 or owner < 0:
+    def _take(self, count: int, owner: SeqId | npt.NDArray[np.int64], state: PageState) -> Pages | None:
+        if count < 0 or bool(np.any(np.less(owner, 0))):
             raise InvariantError(f"cannot allocate {count} pages for sequence {owner}")
         top = self._num[PageState.FREE]
         if count > top:

@@ -1,0 +1,137 @@
+"""Settings of one engine, and the capacity plan that follows from them.
+
+Declared beside their owner, read by `core.config`. Knows no model and allocates nothing: `CapacityPlan` is plain
+arithmetic over a layout, printed at start so that an operator sees what fits before anything is loaded.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from core.errors import ConfigError
+from core.kv import ComponentKind, KVLayout
+
+SINK_PAGES = 1
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the scheduler and the runner are told. Token counts are per engine, times are seconds."""
+
+    page_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Tokens per page; equal on prefill and decode workers."""
+    num_pages: Annotated[int, Meta(ge=3)] = 512
+    """Pages of the pool, page 0 (the SINK) included."""
+    num_rows: Annotated[int, Meta(ge=1, le=65536)] = 32
+    """Sequences that may hold a row at once."""
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 512
+    """Budget of query tokens per step; decode rows count against it."""
+    max_partial_prefills: Annotated[int, Meta(ge=1)] = 4
+    """Prompts that may be half computed at the same time."""
+    continuing_share: Annotated[float, Meta(gt=0, le=1)] = 0.75
+    """Part of the budget that half-computed prompts may take while others wait."""
+    horizon_tokens: Annotated[int, Meta(ge=0)] = 16
+    """Output tokens that every active sequence gets room for at admission."""
+    finish_reserve_pages: Annotated[int, Meta(ge=0)] = 8
+    """Cap on the extra reserve that lets the longest running sequence finish."""
+    max_bypass: Annotated[int, Meta(ge=0)] = 32
+    """Later sequences that may be admitted before a waiting one gets a reservation."""
+    max_bypass_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Wait after which a sequence that was passed over gets a reservation."""
+    max_preempts: Annotated[int, Meta(ge=1, le=200)] = 3
+    """Retractions after which a sequence is pinned: it is chosen again only if all others are pinned too."""
+    max_waiting: Annotated[int, Meta(ge=1)] = 1024
+    """Sequences that may queue, prompts and bookings together; more are answered with NoCapacity."""
+    prefix_cache: bool = True
+    """Reuse pages of earlier sequences. Layouts with per-row state never do."""
+    deterministic: bool = True
+    """Decision A14: the same tokens whatever the batch, chunking or worker."""
+    audit_every_steps: Annotated[int, Meta(ge=0)] = 0
+    """Check every invariant each so many steps; 0 is never. A violation stops the process."""
+    threads: Annotated[int, Meta(ge=1)] = 1
+    """Intra-op threads of the runner."""
+
+
+class TokenFacts(Protocol):
+    """What the scheduler must know of a model; `engine.models.model.ModelFacts` is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence, prompt and output."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text unless the request ignores them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """What fits: pages, rows and bytes, and the longest sequence that can ever run here."""
+
+    page_tokens: int
+    usable_pages: int
+    num_rows: int
+    bytes_per_page: int
+    bytes_per_row: int
+    max_tokens_total: int
+    """Bound on prompt + first output token at ingress: context length or pool, the smaller."""
+    max_pages: int
+    """Columns of a page table."""
+    limited_by: str
+    """``context`` or ``pages``."""
+
+    @property
+    def total_bytes(self) -> int:
+        """KV memory of the engine."""
+        return (self.usable_pages + SINK_PAGES) * self.bytes_per_page + self.num_rows * self.bytes_per_row
+
+    def lines(self) -> list[str]:
+        """Return the plan for people, one fact per line."""
+        mib = 1 << 20
+        in_pages = (self.usable_pages + SINK_PAGES) * self.bytes_per_page / mib
+        in_rows = self.num_rows * self.bytes_per_row / mib
+        return [
+            f"pages: {self.usable_pages} of {self.page_tokens} tokens, {self.bytes_per_page} B each, {in_pages:.1f} MiB",
+            f"rows: {self.num_rows}, {self.bytes_per_row} B each, {in_rows:.1f} MiB",
+            f"longest sequence: {self.max_tokens_total} tokens, limited by {self.limited_by}",
+            f"KV memory: {self.total_bytes / mib:.1f} MiB",
+        ]
+
+
+def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) -> CapacityPlan:
+    """Return what fits, or raise `ConfigError` naming the setting that must change."""
+    size = config.page_tokens
+    if layout.page_tokens != size:
+        raise ConfigError(f"the KV layout has pages of {layout.page_tokens} tokens, page_tokens is {size}")
+    if config.chunk_tokens < size:
+        raise ConfigError(f"chunk_tokens = {config.chunk_tokens} is smaller than one page; set it to {size} or more")
+    usable = config.num_pages - SINK_PAGES
+    for component in layout.components:
+        wanted = config.num_pages if component.kind is ComponentKind.PAGED else config.num_rows
+        if component.num_records < wanted:
+            raise ConfigError(
+                f"component {component.name} has {component.num_records} records, the engine needs {wanted}"
+            )
+    if max_positions < 2:
+        raise ConfigError(f"the model's context of {max_positions} tokens leaves no room for an output token")
+    by_pages = usable * size
+    if by_pages < 2:
+        raise ConfigError(f"num_pages = {config.num_pages} leaves no room for a prompt and an output token")
+    return CapacityPlan(
+        page_tokens=size,
+        usable_pages=usable,
+        num_rows=config.num_rows,
+        bytes_per_page=sum(c.record_bytes for c in layout.components if c.kind is ComponentKind.PAGED),
+        bytes_per_row=sum(c.record_bytes for c in layout.components if c.kind is not ComponentKind.PAGED),
+        max_tokens_total=min(max_positions, by_pages),
+        max_pages=min(usable, -(-max_positions // size)),
+        limited_by="pages" if by_pages < max_positions else "context",
+    )

@@ -1,0 +1,123 @@
+"""Prefill policy: who is admitted next, who gets a reservation, and how one step's token budget is cut into chunks.
+
+Pure functions over arrays: no clock, no pages, no sequences. All arrays of one call are parallel.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Waiting sequences, in any order."""
+
+    arrival: I64
+    """Order of arrival; kept over retractions."""
+    priority: I32
+    """Class; lower runs first."""
+    uncached: I64
+    """Tokens that would have to be computed."""
+    waited_tokens: I64
+    """Tokens that the engine computed for others since arrival: waiting time in units of work."""
+    waited_s: F64
+    bypassed: I32
+    """Passes in which a later arrival of the same class or below was admitted."""
+    retracted: Mask
+    """Was running before: comes before everything else, in order of arrival."""
+
+
+def reserved(waiting: Candidates, max_bypass: int, max_bypass_s: float) -> Mask:
+    """Return which candidates hold a reservation: per class the oldest of those passed over too often or too long."""
+    due = (waiting.bypassed >= max(1, max_bypass)) | ((waiting.bypassed > 0) & (waiting.waited_s >= max_bypass_s))
+    chosen = np.zeros(len(due), np.bool_)
+    for level in np.unique(waiting.priority[due]):
+        of_class = np.flatnonzero(due & (waiting.priority == level))
+        chosen[of_class[np.argmin(waiting.arrival[of_class])]] = True
+    return chosen
+
+
+def admission_order(waiting: Candidates, has_reservation: Mask) -> I64:
+    """Return candidate indices, first to admit first.
+
+    Retracted ones by arrival; then by class, the reserved one first, then by response ratio
+    (waited + uncached) / uncached in tokens, which favours short prompts and ages long ones; ties by arrival.
+    """
+    ratio = waiting.waited_tokens / np.maximum(1, waiting.uncached)
+    level = np.where(waiting.retracted, np.iinfo(np.int32).min, waiting.priority)
+    ratio = np.where(waiting.retracted, 0.0, ratio)
+    return np.lexsort((waiting.arrival, -ratio, ~has_reservation, level))
+
+
+def passed_over(waiting: Candidates, admitted: Mask) -> Mask:
+    """Return the candidates that a later arrival of the same class, or of a lower one, overtook in this pass."""
+    overtaken = np.zeros(len(admitted), np.bool_)
+    for level in np.unique(waiting.priority[~admitted]):
+        beside = admitted & (waiting.priority >= level)
+        if beside.any():
+            latest = waiting.arrival[beside].max()
+            overtaken |= ~admitted & (waiting.priority == level) & (waiting.arrival < latest)
+    return overtaken
+
+
+class PageGate:
+    """Who may still be admitted in one pass. A holder of a reservation that does not fit keeps pages back.
+
+    `margin` pages must stay available beside an admission unless nothing else is active. What is available is told
+    with each question, because locking a prefix changes it.
+    """
+
+    def __init__(self, margin: int) -> None:
+        self._margin = margin
+        self._kept = 0
+        self.is_closed = False
+
+    def fits(self, pages: int, available: int, *, alone: bool) -> bool:
+        """True if a candidate that needs `pages` may be admitted; `alone`: nothing else is active, no margin is kept."""
+        return not self.is_closed and pages <= available - self._kept - (0 if alone else self._margin)
+
+    def widen(self, pages: int) -> None:
+        """An admission enlarges the margin that later ones must leave."""
+        self._margin += pages
+
+    def keep(self, pages: int) -> None:
+        """A reservation that does not fit yet: others pass only beside it."""
+        self._kept += pages
+
+    def close(self) -> None:
+        """Nobody else passes."""
+        self.is_closed = True
+
+
+def split_budget(start: I32, goal: I32, budget: int, page_tokens: int) -> I32:
+    """Cut `budget` query tokens into chunks, in the given order. Returns int32 [n] chunk lengths, 0 for none.
+
+    A chunk ends on a page border unless it is the last of its prompt.
+    """
+    lengths = np.zeros(len(start), np.int32)
+    for i in range(len(start)):
+        if budget <= 0:
+            break
+        first, last = int(start[i]), int(goal[i])
+        end = min(last, first + budget)
+        if end < last:
+            end -= end % page_tokens
+        lengths[i] = max(0, end - first)
+        budget -= int(lengths[i])
+    return lengths
+
+
+def continuing_budget(budget: int, share: float, page_tokens: int, *, others_wait: bool) -> int:
+    """Return what half-computed prompts may take of a step: all, or a share of it when others could start."""
+    return max(page_tokens, int(budget * share)) if others_wait else budget
+
+
+def prefill_budget(chunk_tokens: int, decode_rows: int, page_tokens: int) -> int:
+    """Return the query tokens left for prompts beside `decode_rows`; never less than a page, so prompts progress."""
+    return max(page_tokens, chunk_tokens - decode_rows)

@@ -1,0 +1,146 @@
+"""A runner whose "model" is its KV: the next token is a hash of everything it reads back through the page table.
+
+Writes (token, position) into a numpy page memory and picks the next token from ALL slots of the context, so a wrong,
+missing, reused or foreign page changes the text. `when` says at which moment a launched step touches memory: at launch
+(as early as possible) or at collect (as late as possible). With `ring_tokens` each row also keeps the last tokens in a
+per-row ring that the hash reads. `reply` is the truth in plain Python.
+"""
+
+import numpy as np
+
+from core.errors import InvariantError
+from engine.plan import StepResult, decode_plan
+
+_M = (1 << 61) - 1
+
+
+def _mix(tokens, positions):
+    """Order- and position-sensitive hash of a context."""
+    index = np.arange(1, len(tokens) + 1, dtype=np.uint64)
+    x = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64) * np.uint64(
+        0xBF58476D1CE4E5B9
+    )
+    x ^= index * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(29)
+    x *= np.uint64(0xD6E8FEB86659FD93)
+    return int(x.sum(dtype=np.uint64))
+
+
+def _choose(tokens, positions, ring, seed, vocab_size):
+    value = _mix(tokens, positions) + 31 * (_mix(ring, np.arange(len(ring))) if len(ring) else 0) + 0x51ED27 * seed
+    return (value * 0x2545F4914F6CDD1D % _M) % vocab_size
+
+
+def reply(prompt, num_tokens, seed=0, vocab_size=97, ring_tokens=0, stop=()):
+    """The outputs that an undisturbed run gives."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        context = np.array(tokens, np.int64)
+        ring = context[-ring_tokens:] if ring_tokens else context[:0]
+        tokens.append(_choose(context, np.arange(len(context)), ring, seed, vocab_size))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class KvRunner:
+    """`Runner` over numpy memory: `pages` int64 [num_pages, page_tokens, 2], `rings` int64 [num_rows, ring]."""
+
+    def __init__(
+        self,
+        num_pages,
+        num_rows,
+        page_tokens,
+        *,
+        vocab_size=97,
+        ring_tokens=0,
+        when=lambda step: "collect",
+        on_launch=None,
+    ):
+        self.pages = np.full((num_pages, page_tokens, 2), -1, np.int64)
+        self.rings = np.full((num_rows, max(1, ring_tokens)), -1, np.int64)
+        self.ring_tokens = ring_tokens
+        self.vocab_size = vocab_size
+        self.page_tokens = page_tokens
+        self.computed = []
+        self._when = when
+        self._on_launch = on_launch
+        self._table = np.zeros((num_rows, num_pages), np.int32)
+        self._next = np.full(num_rows, -1, np.int64)
+        self._seed = np.zeros(num_rows, np.int64)
+        self._generation = np.full(num_rows, -1, np.int64)
+        self._launched = 0
+        self._queue = []
+
+    def launch(self, plan):
+        plan = decode_plan(plan)
+        if plan.step != self._launched + 1:
+            raise InvariantError("plan gap")
+        assert len(self._queue) < 2
+        self._launched = plan.step
+        if self._on_launch is not None:
+            self._on_launch(plan)
+        handle = {"plan": plan, "result": None}
+        self._queue.append(handle)
+        if self._when(plan.step) == "launch":
+            for earlier in self._queue:
+                self._run(earlier)
+        return handle
+
+    def collect(self, handle):
+        assert self._queue[0] is handle
+        self._queue.pop(0)
+        self._run(handle)
+        return handle["result"]
+
+    def close(self):
+        self._queue.clear()
+
+    def _run(self, handle):
+        if handle["result"] is not None:
+            return
+        plan = handle["plan"]
+        for row, column, page in plan.table_deltas.tolist():
+            self._table[row, column] = page
+        for init in plan.extra.inits:
+            self._seed[init.row] = init.sampling.seed
+            self._generation[init.row] = init.generation
+            if init.next_token >= 0:
+                self._next[init.row] = init.next_token
+        rows, lengths = plan.rows.tolist(), np.diff(plan.q_start).tolist()
+        assert len(set(rows)) == len(rows)
+        written = set()
+        for i, row in enumerate(rows):
+            assert self._generation[row] == plan.gens[i], "the row was not set up for its owner"
+            start = int(plan.seq_start[i])
+            ids = plan.tokens[plan.q_start[i] : plan.q_start[i + 1]]
+            ids = self._next[[row]] if plan.use_next[i] else ids
+            pages = set()
+            for position, token in enumerate(ids.tolist(), start):
+                page = int(self._table[row, position // self.page_tokens])
+                assert page > 0, "a token would be written to the SINK"
+                pages.add(page)
+                self.pages[page, position % self.page_tokens] = (token, position)
+                if self.ring_tokens:
+                    self.rings[row, position % self.ring_tokens] = token
+            assert not pages & written, "two rows write one page"
+            written |= pages
+        tokens = np.full((len(rows), 1), -1, np.int32)
+        for i, row in enumerate(rows):
+            end = int(plan.seq_start[i]) + lengths[i]
+            self.computed.append((row, int(plan.seq_start[i]), end))
+            if plan.sample[i]:
+                tokens[i, 0] = self._read(row, end)
+                self._next[row] = tokens[i, 0]
+        handle["result"] = StepResult(
+            step=plan.step, tokens=tokens, count=plan.sample.astype(np.int32), forward_s=0.001
+        )
+
+    def _read(self, row, end):
+        pages = self._table[row, : -(-end // self.page_tokens)]
+        context = self.pages[pages].reshape(-1, 2)[:end]
+        ring = np.zeros(0, np.int64)
+        if self.ring_tokens:
+            positions = np.arange(max(0, end - self.ring_tokens), end)
+            ring = self.rings[row, positions % self.ring_tokens]
+        return _choose(context[:, 0], context[:, 1], ring, int(self._seed[row]), self.vocab_size)
