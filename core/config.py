@@ -77,6 +77,7 @@ def load(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
 def _plain(error: msgspec.ValidationError, source: str, overrides: Sequence[str]) -> ConfigError:
     text, _, where = str(error).partition(" - at `$")
+    text = text.replace("`object`", "a section")
     key = where.rstrip("`").lstrip(".")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
     if missing is not None:
@@ -183,7 +184,8 @@ def _parse_value(text: str, *, is_text: bool) -> Any:
 def _decode_path(kind: type, value: Any) -> Any:
     if issubclass(kind, Path) and isinstance(value, str):
         return Path(value)
-    raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+    # msgspec adds the key's path to a TypeError of a hook, and to no other error.
+    raise TypeError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
 
 
 def dump(config: msgspec.Struct) -> str:

@@ -131,7 +131,12 @@ class DecodeStream:
                 if self._duplex.is_closing:
                     return
                 raise
-            yield step_frame_from_proto(message)
+            try:
+                frame = step_frame_from_proto(message)
+            except BadRequest as error:
+                # Not the gateway's request is bad: the peer is no worker of this version.
+                raise WorkerLost(f"{self._duplex.peer} speaks another protocol: {error.message}") from error
+            yield frame
 
     async def close(self) -> None:
         """Send what is queued, briefly, then end the stream; idempotent."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from grpc import aio
 
 from core.aio import Mailbox
-from core.errors import NoCapacity, TandemError, WorkerLost
+from core.errors import BadRequest, NoCapacity, TandemError, WorkerLost
 from core.handover import FromD, FromP
 from core.rpc.channel import connect
 from core.rpc.convert.handover import (
@@ -132,7 +132,7 @@ class KvSourceClientLink:
     async def _read_all(self) -> None:
         try:
             while True:
-                await self._inbox.put(from_source_from_proto(await self._duplex.read()))
+                await self._inbox.put(self._decoded(await self._duplex.read()))
         except TandemError as error:
             self._error = error
         except Exception as error:
@@ -140,6 +140,13 @@ class KvSourceClientLink:
             self._error = WorkerLost(f"the link to {self._duplex.peer} broke: {error}")
         finally:
             self._inbox.close()
+
+    def _decoded(self, message: pb.FromSource) -> FromP:
+        try:
+            return from_source_from_proto(message)
+        except BadRequest as error:
+            # Not our request is bad: the peer is no worker of this version.
+            raise WorkerLost(f"{self._duplex.peer} speaks another protocol: {error.message}") from error
 
     async def send(self, message: FromD) -> None:
         """Queue one message, waiting for room; raises `WorkerLost` (or the source's error) if the link is gone."""
