@@ -12,6 +12,8 @@ class BreakerRules:
 
     threshold: int = 3
     """Consecutive failures that open it: one failed transfer never takes a worker out."""
+    coalesce_s: float = 0.2
+    """Failures closer together are one: when a worker dies, all its requests say so at once."""
     first_s: float = 0.5
     longest_s: float = 30.0
 
@@ -24,6 +26,7 @@ class Breaker:
     failures: int = 0
     open_until: float = 0.0
     probing: bool = False
+    failed_at: float = float("-inf")
 
     def permits(self, now: float) -> bool:
         """True if work may be sent now; while half open only until the first probe is out."""
@@ -46,6 +49,9 @@ class Breaker:
 
     def failed(self, now: float) -> None:
         """The worker failed at something that says it is ill; quarantine doubles with each further failure."""
+        if now - self.failed_at < self.rules.coalesce_s and not self.probing:
+            return
+        self.failed_at = now
         self.probing = False
         self.failures += 1
         over = self.failures - self.rules.threshold

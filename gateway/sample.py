@@ -302,7 +302,7 @@ class SampleRun:
             self._work.avoid_decode.add(decode)
         if isinstance(failure.error, Draining):
             directory.draining(decode)
-        elif isinstance(failure.error, (WorkerLost, InvariantError)):
+        elif failure.by_worker and isinstance(failure.error, (WorkerLost, InvariantError)):
             directory.failed(decode)
 
     def _note_retry(self, failure: Failure, verdict: Again) -> None:

@@ -4,10 +4,18 @@ RULES = BreakerRules(threshold=3, first_s=0.5, longest_s=4.0)
 
 
 def failed(times, now=0.0):
+    """A breaker that failed so often, the last time at `now`."""
     breaker = Breaker(RULES)
-    for _ in range(times):
-        breaker.failed(now)
+    for index in range(times):
+        breaker.failed(now - times + 1 + index)
     return breaker
+
+
+def test_failures_at_one_moment_count_once():
+    breaker = Breaker(RULES)
+    for _ in range(64):
+        breaker.failed(0.0)
+    assert breaker.failures == 1
 
 
 def test_one_failure_never_opens():
@@ -57,6 +65,6 @@ def test_a_probe_without_a_verdict_allows_the_next():
 def test_a_success_between_failures_starts_the_count_again():
     breaker = failed(2)
     breaker.succeeded()
-    breaker.failed(0.0)
-    breaker.failed(0.0)
-    assert breaker.permits(0.0)
+    breaker.failed(1.0)
+    breaker.failed(2.0)
+    assert breaker.permits(2.0)

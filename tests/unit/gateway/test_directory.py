@@ -112,6 +112,7 @@ def test_deregistered_and_draining_workers_get_no_new_work(directory, clock):
 def test_three_failures_quarantine_a_worker_and_a_success_frees_it(directory, clock):
     member = joined(directory)
     for _ in range(3):
+        clock.advance(0.3)
         directory.failed(member)
     assert routable(directory, clock) == []
     clock.advance(0.5)
@@ -128,6 +129,7 @@ def test_a_flapping_worker_is_quarantined_longer_and_longer(directory, clock):
     for turn in range(6):
         member = joined(directory, incarnation=f"d1-{turn}")
         spans.append(member.breaker.open_until - clock.now())
+        clock.advance(0.3)
         directory.disconnected(member)
     assert [round(span, 3) for span in spans[3:]] == [0.5, 1.0, 2.0]
 
@@ -135,6 +137,7 @@ def test_a_flapping_worker_is_quarantined_longer_and_longer(directory, clock):
 def test_the_breaker_of_a_name_not_seen_for_long_is_forgotten(directory, clock):
     member = joined(directory)
     for _ in range(5):
+        clock.advance(0.3)
         directory.failed(member)
     directory.deregister(member)
     clock.advance(601.0)

@@ -8,8 +8,13 @@ from tests.fakes.cluster import load, registration
 
 
 @pytest.fixture
-def directory():
-    return Directory(ManualClock())
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def directory(clock):
+    return Directory(clock)
 
 
 def member(directory, worker_id, role):
@@ -57,9 +62,10 @@ def test_a_worker_that_died_takes_its_figures_along_and_its_slot_stays_clean(dir
     assert own(directory) == ([0, 0, 0], [0, 0, 0])
 
 
-def test_a_probe_whose_client_left_does_not_stay_out(directory):
+def test_a_probe_whose_client_left_does_not_stay_out(directory, clock):
     prefill, decode = member(directory, "p", Role.PREFILL), member(directory, "d", Role.DECODE)
     for _ in range(3):
+        clock.advance(0.3)
         directory.failed(decode)
     dispatch = Dispatch(directory, prefill=prefill, decode=decode, tokens=1, seconds=0.0)
     assert decode.breaker.probing
