@@ -28,10 +28,10 @@ def commit() -> str:
     root = Path(__file__).parents[1]
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-    ).stdout.strip()  # noqa: S607
+    ).stdout.strip()
     dirty = subprocess.run(
         ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
-    )  # noqa: S607
+    )
     return head + ("-dirty" if dirty.stdout.strip() else "")
 
 
