@@ -57,7 +57,7 @@ class Choice:
 class AnswerFormat(Protocol):
     """Writes one request's answer in the words of its route. Holds per-choice state; used by one request."""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Usage) -> bytes:
         """Return the events that begin a choice; may be empty."""
         ...
 

@@ -43,9 +43,9 @@ class ChatFormat:
             for index in range(num_choices)
         ]
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: Usage) -> bytes:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-        return event(self._chunk_head + delta + self._end + b"}")
+        return event(self._chunk_head + delta + self._end + self._running(usage) + b"}")
 
     def piece(self, index: int, piece: Piece, usage: Usage) -> bytes:
         out = b""

@@ -45,8 +45,10 @@ class CompletionFormat:
             for index in range(len(echoes))
         ]
 
-    def opening(self, index: int) -> bytes:
-        return self._texts[index].render(self._echoes[index]) if self._echoes[index] else b""
+    def opening(self, index: int, usage: Usage) -> bytes:
+        if not self._echoes[index]:
+            return b""
+        return self._texts[index].render_with(self._echoes[index], b"null", self._running(usage))
 
     def piece(self, index: int, piece: Piece, usage: Usage) -> bytes:
         out = b""

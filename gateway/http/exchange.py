@@ -70,7 +70,7 @@ class Exchange:
             index = step.sample.index
             if not self._is_open[index]:
                 self._is_open[index] = True
-                out.append(self._form.opening(index))
+                out.append(self._form.opening(index, self.usage))
             self._count(step)
             out.append(self._form.piece(index, step.piece, self.usage))
         if not self._client.is_streaming:

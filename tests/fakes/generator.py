@@ -71,13 +71,21 @@ class ScriptedGenerator:
         self.num_aborted = 0
         self.aborted = asyncio.Event()
         """Set when an iterator is closed before its last delta."""
+        self._opened = asyncio.Event()
 
     def models(self) -> tuple[ServedModel, ...]:
         return self.served
 
+    async def wait_open(self, number: int) -> None:
+        """Return when so many samples are being generated."""
+        while self.num_open < number:
+            self._opened.clear()
+            await self._opened.wait()
+
     async def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
         self.prompts.append(prompt)
         self.num_open += 1
+        self._opened.set()
         is_over = False
         try:
             for step in self.script(prompt):
