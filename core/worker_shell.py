@@ -33,7 +33,7 @@ POLL_S = 0.25
 """How often load, statistics and metrics are refreshed: faster than heartbeats, so these are never older than that."""
 LEAVE_S = 3.0
 """One membership TTL: how long the gateways get to acknowledge a goodbye."""
-STOP_GRACE_S = 1.0
+STOP_GRACE_S = 0.2
 
 
 class WorkerBody(Protocol):

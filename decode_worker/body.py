@@ -43,7 +43,7 @@ class DecodeBody:
 
     async def snapshot(self) -> KvSnapshot:
         """Return the pages of the prefix tree."""
-        return await self._engine.call(lambda engine: engine.snapshot(self._incarnation))
+        return await self._engine.call(lambda engine: engine.kv_snapshot(self._incarnation))
 
     def heartbeat_age_s(self) -> float:
         """Age of the engine's last pass. Any thread."""

@@ -70,8 +70,6 @@ class PrefillService:
         self._clock = clock
         self._loop = loop
         self._hand_overs: HandOvers | None = None
-        self._early: dict[SeqId, list[SourceEvent]] = {}
-        """Events of sequences whose id the transfer layer does not have yet."""
         self._prompts_total = 0
         self._failed_total = 0
         self._prompt_tokens_total = 0
@@ -94,7 +92,6 @@ class PrefillService:
             elif answer.done():
                 self.stop(result)
             else:
-                self._early[result] = []
                 answer.set_result(result)
 
         def run(engine: SourceWork) -> None:
@@ -102,7 +99,6 @@ class PrefillService:
                 result: SeqId | TandemError = engine.submit_source(request, deadline)
             except TandemError as error:
                 result = error
-            # Posted before any event of the sequence can be, so `queued` always runs first.
             self._loop.call_soon_threadsafe(queued, result)
 
         self._calls.post(run)
@@ -110,17 +106,13 @@ class PrefillService:
             seq = await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self._early.pop(answer.result(), None)
                 self.stop(answer.result())
             raise
         self._prompts_total += 1
-        # The caller notes the id before it next waits; only then may it hear of the sequence.
-        self._loop.call_soon(self._deliver_early, seq)
         return seq
 
     def stop(self, seq: int) -> None:
         """Unpin; in any state; idempotent."""
-        self._early.pop(SeqId(seq), None)
         self._calls.post(lambda engine: engine.release(SeqId(seq)))
 
     async def epochs_unchanged(self, seq: int) -> bool:
@@ -130,16 +122,8 @@ class PrefillService:
     # Events
 
     def on_step(self, events: StepEvents) -> None:
-        """Take what one pass of the engine produced."""
+        """Pass on what one pass of the engine produced; news may come before the caller of `start` resumes."""
         for event in (*events.chunks, *events.prefilled, *events.failed):
-            early = self._early.get(event.seq)
-            if early is None:
-                self._tell(event)
-            else:
-                early.append(event)
-
-    def _deliver_early(self, seq: SeqId) -> None:
-        for event in self._early.pop(seq, ()):
             self._tell(event)
 
     def _tell(self, event: SourceEvent) -> None:

@@ -228,17 +228,26 @@ budget_s = 20
             assert time.monotonic() < until, f"{worker.id} does not settle: {found.audit_findings} {left}"
             await asyncio.sleep(0.05)
 
+    async def busy(self, worker, statistic, *, timeout_s=10) -> None:
+        """Wait until a statistic of a worker is not 0."""
+        until = time.monotonic() + timeout_s
+        while True:
+            if (await self.admin.statistics(worker.address)).values.get(statistic):
+                return
+            assert time.monotonic() < until, f"{statistic} of {worker.id} stays 0"
+            await asyncio.sleep(0.005)
+
 
 LEFT_OVERS = (
-    "pages_private",
-    "pages_landing",
-    "pages_unproven",
-    "pages_fenced",
-    "pages_loading",
-    "rows_used",
-    "leases",
-    "open_ops",
-    "requests_live",
+    "engine_pages_private",
+    "engine_pages_landing",
+    "engine_pages_unproven",
+    "engine_pages_fenced",
+    "engine_pages_loading",
+    "engine_rows_used",
+    "transfer_leases",
+    "transfer_open_ops",
+    "worker_requests_live",
 )
 """Statistics that are 0 in a worker at rest."""
 

@@ -1,0 +1,20 @@
+"""Metrics of the engine that every worker exports under the same names: pages by state, rows, tokens, steps."""
+
+from core.exported import Exported
+
+ENGINE_METRICS = (
+    *(
+        Exported(f"engine_pages_{state}", f"tandem_pages_{state}", f"Pages in state {state.upper()}.")
+        for state in ("free", "private", "loading", "landing", "unproven", "tree", "fenced")
+    ),
+    Exported("engine_pages_evictable", "tandem_pages_evictable", "Cached pages that nobody uses."),
+    Exported("engine_rows_used", "tandem_rows_used", "Rows that a sequence holds."),
+    Exported("engine_waiting", "tandem_sequences_waiting", "Sequences queued for a row and pages."),
+    Exported("engine_sequences", "tandem_sequences_live", "Sequences of any state."),
+    Exported("engine_steps", "tandem_engine_steps_total", "Steps computed."),
+    Exported("engine_prefill_tokens", "tandem_prefill_tokens_total", "Prompt tokens computed."),
+    Exported("engine_decode_tokens", "tandem_decode_tokens_total", "Output tokens computed."),
+    Exported("engine_cached_tokens", "tandem_cached_tokens_total", "Prompt tokens found in the prefix cache."),
+    Exported("engine_recomputed_tokens", "tandem_recomputed_tokens_total", "Tokens computed a second time."),
+    Exported("engine_retractions", "tandem_retractions_total", "Sequences that lost their pages for a while."),
+)

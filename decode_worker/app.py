@@ -1,0 +1,129 @@
+"""Composition root of a decode worker: reads top to bottom like a wiring diagram."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from core.aio import Tasks
+from core.clock import SystemClock
+from core.config import read_secret
+from core.exported import ExportedStatistics
+from core.ids import WorkerId, fresh_incarnation
+from core.lifecycle import State
+from core.metrics import Metrics
+from core.process import Departure
+from core.rpc.generate import add_generate
+from core.rpc.kv_source import KvSourceDialer
+from core.rpc.proof import Proof
+from core.rpc.server import RpcServer
+from core.worker import Registration, Role
+from core.worker_shell import WorkerShell
+from decode_worker.body import DecodeBody
+from decode_worker.config import DecodeWorkerConfig
+from decode_worker.hosting import EngineDesk
+from decode_worker.ledger import RequestLedger
+from decode_worker.metrics import DECODE_METRICS
+from decode_worker.receiver import Receiver
+from decode_worker.service import DecodeService
+from decode_worker.streams import GatewayStreams
+from engine.factory import LoadedModel, load, open_engine
+from engine.loop_sink import LoopSink
+from kv_transfer.destination import Destination
+from kv_transfer.factory import TransportFactory
+from kv_transfer.memory import allocate
+from kv_transfer.settings import TransportSettings
+
+_LOG = logging.getLogger(__name__)
+
+
+async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
+    """Run one decode worker until `departure` begins and its work is done. Raises `ConfigError` at preflight."""
+    loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
+    secret = read_secret(config.worker.secret_file)
+    proof, metrics = Proof(secret, incarnation), Metrics()
+    exported = ExportedStatistics(metrics, DECODE_METRICS)
+    shell = WorkerShell(
+        section=config.worker, kind="decode", proof=proof, metrics=metrics, departure=departure, clock=clock
+    )
+    async with AsyncExitStack() as stack:
+        shell.open_listener(stack)
+        shell.enter(State.LOADING)
+        loaded = await asyncio.to_thread(load, config.model, config.engine)
+        for line in loaded.capacity.lines():
+            _LOG.info("capacity: %s", line)
+
+        # Nobody maps this pool: pages come in, and are read by this process alone.
+        memory = allocate(loaded.region_sizes, incarnation=incarnation)
+        stack.callback(memory.close)
+        sink = LoopSink(loop)
+        engine = open_engine(
+            loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
+        )
+        stack.push_async_callback(engine.stop)
+        desk = EngineDesk(engine, loop)
+        destination = Destination(
+            config=config.transfer,
+            incarnation=incarnation,
+            fingerprint=loaded.fingerprint,
+            layout=loaded.layout,
+            regions=memory.regions,
+            host=desk,
+            dialer=KvSourceDialer(proof),
+            opener=TransportFactory(
+                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
+            ),
+            clock=clock,
+        )
+        stack.push_async_callback(destination.close)
+        tasks = Tasks(lambda _name, error: departure.crash(error))
+        stack.push_async_callback(tasks.close)
+        ledger = RequestLedger(desk)
+        service = DecodeService(
+            streams=GatewayStreams(incarnation, config.stream, clock),
+            ledger=ledger,
+            receiver=Receiver(config.prefill, desk, ledger, destination, clock),
+            tasks=tasks,
+            clock=clock,
+        )
+        sink.connect(service.on_step, shell.push_events)
+        shell.enter(State.WARMING)
+        engine.start()
+        tasks.spawn(service.keep_time(), name="stream-expiry")
+
+        server = RpcServer(proof)
+        add_generate(server, service)
+
+        body = DecodeBody(incarnation=incarnation, engine=engine, service=service, destination=destination)
+        register = _register(config, loaded, proof, config.transfer.transports)
+        await shell.serve(stack, server, body, register=register, exported=exported)
+
+
+def _register(
+    config: DecodeWorkerConfig, loaded: LoadedModel, proof: Proof, transports: tuple[str, ...]
+) -> Callable[[str, str], Registration]:
+    """Return what makes the registration, once the ports are bound: (address, http_address) -> Registration."""
+
+    def register(address: str, http_address: str) -> Registration:
+        return Registration(
+            worker_id=WorkerId(config.worker.id),
+            incarnation=proof.incarnation,
+            role=Role.DECODE,
+            model=loaded.model.facts.name,
+            address=address,
+            http_address=http_address,
+            namespace=loaded.namespace,
+            fingerprint=loaded.fingerprint,
+            secret_check=proof.check_value(),
+            page_tokens=loaded.config.page_tokens,
+            num_pages=loaded.config.num_pages,
+            num_rows=loaded.config.num_rows,
+            max_tokens_total=loaded.capacity.max_tokens_total,
+            vocab_size=loaded.model.facts.vocab_size,
+            eos_token_ids=loaded.model.facts.eos_token_ids,
+            prefill_mode=config.prefill.mode.value,
+            transports=transports,
+            domain=config.worker.domain,
+        )
+
+    return register

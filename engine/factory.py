@@ -1,0 +1,92 @@
+"""From a model directory to a running engine, in two steps: load it, then open it over memory that somebody allocated.
+
+The same for every worker. In between, a caller learns from the layout how much memory is needed. Knows no network.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from core.clock import Clock
+from core.hashing import Namespace, PageHasher, fingerprint
+from core.kv import KVLayout
+from core.worker_config import ModelSection
+from engine.cache.kv_memory import KVMemory, region_sizes
+from engine.config import CapacityPlan, EngineConfig, plan_capacity
+from engine.engine import Engine
+from engine.engine_thread import EngineThread
+from engine.events import EventSink
+from engine.models.model import Model
+from engine.models.registry import load_model
+from engine.runner.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model and everything that follows from it and the engine's configuration."""
+
+    model: Model
+    config: EngineConfig
+    layout: KVLayout
+    capacity: CapacityPlan
+    namespace: bytes
+    """`Namespace.encode()`: what its cached pages mean."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Peers exchange requests and KV only if theirs is equal."""
+        return fingerprint(self.namespace)
+
+    @property
+    def region_sizes(self) -> list[int]:
+        """Bytes of each KV region."""
+        return region_sizes(self.layout)
+
+
+def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
+    """Load a model and plan its capacity; raises `ConfigError` (also `CheckpointError`). Blocks for as long as it takes."""
+    if section.threads:
+        config = msgspec.structs.replace(config, threads=section.threads)
+    model = load_model(
+        Path(section.path), name=section.name or None, dtype=section.dtype or None, verify=section.verify
+    )
+    facts = model.facts
+    layout = model.kv_layout(config.num_pages, config.num_rows, config.page_tokens)
+    namespace = Namespace(
+        model=facts.name,
+        revision=facts.revision,
+        tokenizer=facts.tokenizer_digest,
+        kv_dtype=facts.kv_dtype,
+        page_tokens=config.page_tokens,
+        mode=facts.mode,
+    )
+    return LoadedModel(
+        model=model,
+        config=config,
+        layout=layout,
+        capacity=plan_capacity(config, layout, facts.max_positions),
+        namespace=namespace.encode(),
+    )
+
+
+def open_engine(
+    loaded: LoadedModel,
+    buffers: Sequence[memoryview],
+    *,
+    secret: bytes,
+    sink: EventSink,
+    clock: Clock,
+    on_crash: Callable[[BaseException], None],
+) -> EngineThread:
+    """Build engine and runner over `buffers`, one per region, which must outlive the returned thread. Not started yet."""
+    engine = Engine(
+        config=loaded.config,
+        facts=loaded.model.facts,
+        layout=loaded.layout,
+        hasher=PageHasher(secret, loaded.namespace, loaded.config.page_tokens),
+        clock=clock,
+    )
+    runner = ModelRunner(loaded.model, KVMemory(loaded.layout, buffers), loaded.config, loaded.capacity.max_pages)
+    return EngineThread(engine=engine, runner=runner, sink=sink, clock=clock, on_crash=on_crash)

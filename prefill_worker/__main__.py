@@ -1,0 +1,34 @@
+"""`python -m prefill_worker --config FILE [--set a.b=c ...]`: one prefill worker process, until it is told to leave."""
+
+import logging
+import sys
+
+from core import log
+from core.config import dump
+from core.process import run_process
+from prefill_worker.app import serve
+from prefill_worker.config import PrefillWorkerConfig
+
+_LOG = logging.getLogger(__name__)
+
+
+def configure(config: PrefillWorkerConfig) -> None:
+    """Set up logging, and log the resolved configuration once."""
+    log.configure(config.worker.id, config.worker.log_level)
+    _LOG.info("configuration:\n%s", dump(config))
+
+
+def main() -> int:
+    """Run the process and return its exit code."""
+    return run_process(
+        PrefillWorkerConfig,
+        sys.argv[1:],
+        prog="prefill_worker",
+        configure=configure,
+        budget_s=lambda config: config.drain.budget_s,
+        serve=serve,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

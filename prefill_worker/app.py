@@ -1,0 +1,115 @@
+"""Composition root of a prefill worker: reads top to bottom like a wiring diagram."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from core.clock import SystemClock
+from core.config import read_secret
+from core.exported import ExportedStatistics
+from core.ids import WorkerId, fresh_incarnation
+from core.lifecycle import State
+from core.metrics import Metrics
+from core.process import Departure
+from core.rpc.kv_source import add_kv_source
+from core.rpc.proof import Proof
+from core.rpc.server import RpcServer
+from core.worker import Registration, Role
+from core.worker_shell import WorkerShell
+from engine.factory import LoadedModel, load, open_engine
+from engine.loop_sink import LoopSink
+from kv_transfer.factory import TransportFactory
+from kv_transfer.handshake import expand
+from kv_transfer.memory import allocate, sweep_stale_segments
+from kv_transfer.settings import TransportSettings
+from kv_transfer.source import Source
+from prefill_worker.body import PrefillBody
+from prefill_worker.config import PrefillWorkerConfig
+from prefill_worker.metrics import PREFILL_METRICS
+from prefill_worker.service import PrefillService
+
+_LOG = logging.getLogger(__name__)
+
+
+async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
+    """Run one prefill worker until `departure` begins and its work is done. Raises `ConfigError` at preflight."""
+    loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
+    secret = read_secret(config.worker.secret_file)
+    proof, metrics = Proof(secret, incarnation), Metrics()
+    exported = ExportedStatistics(metrics, PREFILL_METRICS)
+    shell = WorkerShell(
+        section=config.worker, kind="prefill", proof=proof, metrics=metrics, departure=departure, clock=clock
+    )
+    async with AsyncExitStack() as stack:
+        shell.open_listener(stack)
+        shell.enter(State.LOADING)
+        loaded = await asyncio.to_thread(load, config.model, config.engine)
+        for line in loaded.capacity.lines():
+            _LOG.info("capacity: %s", line)
+
+        segments = config.transfer.segment_directory if "shm" in expand(config.transfer.transports) else ""
+        if segments:
+            sweep_stale_segments(segments)
+        memory = allocate(loaded.region_sizes, incarnation=incarnation, directory=segments)
+        stack.callback(memory.close)
+        sink = LoopSink(loop)
+        engine = open_engine(
+            loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
+        )
+        stack.push_async_callback(engine.stop)
+        service = PrefillService(engine, clock, loop)
+        source = Source(
+            config=config.transfer,
+            incarnation=incarnation,
+            fingerprint=loaded.fingerprint,
+            layout=loaded.layout,
+            regions=memory.regions,
+            host=service,
+            opener=TransportFactory(
+                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
+            ),
+            clock=clock,
+        )
+        stack.push_async_callback(source.close)
+        service.connect(source)
+        sink.connect(service.on_step, shell.push_events)
+        shell.enter(State.WARMING)
+        engine.start()
+        await source.start()
+
+        server = RpcServer(proof)
+        add_kv_source(server, source)
+
+        body = PrefillBody(incarnation=incarnation, engine=engine, service=service, source=source)
+        register = _register(config, loaded, proof, tuple(name for name, _ in source.exports()))
+        await shell.serve(stack, server, body, register=register, exported=exported)
+
+
+def _register(
+    config: PrefillWorkerConfig, loaded: LoadedModel, proof: Proof, transports: tuple[str, ...]
+) -> Callable[[str, str], Registration]:
+    """Return what makes the registration, once the ports are bound: (address, http_address) -> Registration."""
+
+    def register(address: str, http_address: str) -> Registration:
+        return Registration(
+            worker_id=WorkerId(config.worker.id),
+            incarnation=proof.incarnation,
+            role=Role.PREFILL,
+            model=loaded.model.facts.name,
+            address=address,
+            http_address=http_address,
+            namespace=loaded.namespace,
+            fingerprint=loaded.fingerprint,
+            secret_check=proof.check_value(),
+            page_tokens=loaded.config.page_tokens,
+            num_pages=loaded.config.num_pages,
+            num_rows=loaded.config.num_rows,
+            max_tokens_total=loaded.capacity.max_tokens_total,
+            vocab_size=loaded.model.facts.vocab_size,
+            eos_token_ids=loaded.model.facts.eos_token_ids,
+            transports=transports,
+            domain=config.worker.domain,
+        )
+
+    return register
