@@ -15,6 +15,7 @@ from core.errors import ConfigError
 from engine.models.byte_tokenizer import byte_ids, chat_tail, write_byte_tokenizer
 from engine.models.manifest import make_directory
 from engine.models.script import Script, ScriptedConfig
+from engine.models.smollm2 import prepare_smollm2
 from engine.models.tiny import write_tiny
 
 
@@ -67,6 +68,7 @@ def _prepare_tiny(name: str, dtype: str, windowed: bool, cache_dir: Path) -> Pat
 _TINY_VERSION = "v1"
 """Part of the directory name; changes whenever `engine.models.tiny` would write something else."""
 _BUILTIN: dict[str, Callable[[Path], Path]] = {
+    "smollm2": prepare_smollm2,
     "tiny-llama": partial(_prepare_tiny, "tiny-llama", "f32", False),
     "tiny-llama-f64": partial(_prepare_tiny, "tiny-llama-f64", "f64", False),
     "tiny-window": partial(_prepare_tiny, "tiny-window", "f32", True),

@@ -53,7 +53,14 @@ def write_byte_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def write_tokenizer_config(
-    directory: Path, *, bos: str | None, eos: str, pad: str, chat_template: str | None, extra: Sequence[str] = ()
+    directory: Path,
+    *,
+    bos: str | None,
+    eos: str,
+    pad: str,
+    chat_template: str | None,
+    add_bos: bool = False,
+    extra: Sequence[str] = (),
 ) -> None:
     """Write tokenizer_config.json in the form that Transformers and ourselves read."""
     config = {
@@ -63,7 +70,7 @@ def write_tokenizer_config(
         "pad_token": pad,
         "unk_token": None,
         "additional_special_tokens": list(extra),
-        "add_bos_token": False,
+        "add_bos_token": add_bos,
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template,
     }
