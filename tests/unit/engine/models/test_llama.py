@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.model_driver import ModelDriver as Driver
 from core.kv import ComponentKind
-from engine.cache.kv_memory import KVMemory, anonymous_buffers
 from engine.models.builtin import prepare_builtin
 from engine.models.registry import load_model
-from tests.fakes.model_batch import Driver
 
 torch.set_num_threads(1)
 NAMES = ["tiny-llama", "tiny-window"]
@@ -129,16 +128,6 @@ def test_the_layout_names_layers_and_rings(models):
     assert layout.has_row_state
     assert not models["tiny-llama"].kv_layout(10, 3, 16).has_row_state
     assert models["tiny-llama"].kv_layout(10, 3, 16).digest() != models["tiny-llama-f64"].kv_layout(10, 3, 16).digest()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_runs_over_real_kv_memory(models, name):
-    run = Driver(models[name])
-    truth = run.greedy(0, prompt(19, 40), 10)
-    real = Driver(models[name])
-    layout = real.kv.layout
-    real.kv = KVMemory(layout, anonymous_buffers(layout))
-    assert real.greedy(0, prompt(19, 40), 10) == truth
 
 
 def test_zero_rows_give_zero_logits(models):

@@ -3,12 +3,12 @@ import time
 import pytest
 import torch
 
+from benchmarks.model_driver import ModelDriver as Driver
 from core.errors import CheckpointError, ConfigError
 from engine.models.builtin import chat_script, prepare_builtin, prepare_scripted, text_script
 from engine.models.byte_tokenizer import byte_ids, chat_tail
 from engine.models.registry import load_model
 from engine.models.script import Script, ScriptedConfig, context_hash, finish, scripted_reply, term
-from tests.fakes.model_batch import Driver
 
 torch.set_num_threads(1)
 EOS = 258
