@@ -2,9 +2,8 @@
 
 import math
 
-import msgspec
-
 from core.errors import NoCapacity, TandemError
+from gateway.http.sse import json_bytes
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -33,7 +32,7 @@ def error_object(message: str, *, status: int, code: str, param: str | None = No
     """Return `{"error": ...}` as JSON."""
     fallback = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else fallback
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return json_bytes({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def describe(error: Exception) -> tuple[int, Headers, bytes]:

@@ -17,9 +17,17 @@ DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
+_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""Characters that JSON leaves as they are, but at which some clients cut lines."""
+
+
 def json_bytes(value: object) -> bytes:
-    """Encode as compact JSON; never holds a line break."""
-    return _encoder.encode(value)
+    """Encode as compact JSON that no client cuts into lines."""
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for raw, escaped in _LINE_BREAKS:
+            data = data.replace(raw, escaped)
+    return data
 
 
 def event(body: bytes) -> bytes:
@@ -41,8 +49,8 @@ class TextEvent:
 
     def render(self, text: str) -> bytes:
         """Return the event with `text`, the value null and no members: the path of almost every token."""
-        return self._head + _encoder.encode(text) + self._plain_tail
+        return self._head + json_bytes(text) + self._plain_tail
 
     def render_with(self, text: str, value: bytes, members: bytes) -> bytes:
         """Return the event with `text`, a JSON `value`, and `members` (each with its leading comma)."""
-        return b"".join((self._head, _encoder.encode(text), self._middle, value, self._tail, members, b"}\n\n"))
+        return b"".join((self._head, json_bytes(text), self._middle, value, self._tail, members, b"}\n\n"))
