@@ -11,15 +11,23 @@ from core.errors import WorkerLost
 MAX_MESSAGE_BYTES = 64 << 20
 """Bounds one message both ways: a 1M-token prompt is 4 MB, a snapshot of 1M pages 8 MB."""
 
-CLIENT_OPTIONS: Mapping[str, int] = {
-    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
-    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+KEEPALIVE_OPTIONS: Mapping[str, int] = {
     # A silent peer (cut-off host, stopped process) is noticed in 2 + 4 s; gRPC's own threads answer pings, so a
     # busy event loop is not mistaken for a dead one.
     "grpc.keepalive_time_ms": 2_000,
     "grpc.keepalive_timeout_ms": 4_000,
+    # While a ping of gRPC's bandwidth estimator is under way no keepalive ping is sent: this bound, 60 s by default,
+    # is then the only one.
+    "grpc.http2.ping_timeout_ms": 4_000,
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
+}
+"""Of both ends."""
+
+CLIENT_OPTIONS: Mapping[str, int] = {
+    **KEEPALIVE_OPTIONS,
+    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     "grpc.initial_reconnect_backoff_ms": 100,
     # Also how long gRPC gives one attempt to connect; callers' own deadlines are shorter.
     "grpc.min_reconnect_backoff_ms": 5_000,

@@ -21,7 +21,7 @@ from core.rpc.convert.stream import (
 )
 from core.rpc.duplex import ACCEPTED_KEY, Duplex
 from core.rpc.proof import Proof
-from core.rpc.server import RpcServer
+from core.rpc.server import RpcServer, write
 from core.stream import FromGateway, StepFrame, StreamHello
 from tandem.v1 import generate_pb2 as pb
 from tandem.v1 import generate_pb2_grpc
@@ -45,7 +45,7 @@ class GenerateService(Protocol):
         Raising a `TandemError` before the first `anext(frames)` refuses the stream with that error (WorkerLost for
         another incarnation, Draining); the first read or `send` accepts it. `frames` yields no second hello.
         `send` returns when gRPC took the frame (its flow control is the back-pressure); frames go out in call
-        order. Returning or raising ends the stream. Asyncio thread.
+        order, and a caller that is gone raises `WorkerLost`. Returning or raising ends the stream. Asyncio thread.
         """
         ...
 
@@ -100,7 +100,7 @@ class _ServedStream:
         async with self._writing:
             if not self._accepted:
                 await self._accept()
-            await self._context.write(step_frame_to_proto(frame))
+            await write(self._context, step_frame_to_proto(frame))
 
     async def _accept(self) -> None:
         if not self._accepted:

@@ -22,7 +22,7 @@ from core.rpc.convert.handover import (
 )
 from core.rpc.duplex import Duplex
 from core.rpc.proof import Proof
-from core.rpc.server import RpcServer
+from core.rpc.server import RpcServer, write
 from tandem.v1 import kv_source_pb2 as pb
 from tandem.v1 import kv_source_pb2_grpc
 
@@ -117,7 +117,7 @@ class _ServedLink:
             if self._overflowed:
                 return
             for message in messages:
-                await self._context.write(from_source_to_proto(message))
+                await write(self._context, from_source_to_proto(message))
 
 
 class KvSourceClientLink:

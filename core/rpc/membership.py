@@ -16,7 +16,7 @@ from core.errors import BadRequest, TandemError
 from core.ids import Incarnation
 from core.rpc.convert.request import error_to_proto, load_from_proto
 from core.rpc.convert.worker import events_from_proto, registration_from_proto
-from core.rpc.server import RpcServer
+from core.rpc.server import RpcServer, write
 from core.worker import KvEventBatch, Load, Registration
 from tandem.v1 import membership_pb2 as pb
 
@@ -85,13 +85,13 @@ class _Membership:
         except TandemError as error:
             logger.warning("refused worker %s: %s", registration.worker_id, error.message)
             refusal = error_to_proto(error.code, error.message, error.retry_after_s or 0.0)
-            await context.write(pb.GatewayReply(refused=pb.Refused(error=refusal)))
+            await write(context, pb.GatewayReply(refused=pb.Refused(error=refusal)))
             return
         incarnation = registration.incarnation
         self._streams[incarnation] += 1
         has_left = False
         try:
-            await context.write(_welcome_to_proto(welcome))
+            await write(context, _welcome_to_proto(welcome))
             has_left = await self._follow(incarnation, reports, context)
         finally:
             self._streams[incarnation] -= 1
@@ -107,12 +107,12 @@ class _Membership:
             match report.WhichOneof("body"):
                 case "heartbeat":
                     self._service.heartbeat(incarnation, load_from_proto(report.heartbeat.load))
-                    await context.write(pb.GatewayReply(heartbeat=pb.HeartbeatSeen()))
+                    await write(context, pb.GatewayReply(heartbeat=pb.HeartbeatSeen()))
                 case "kv_events":
                     self._service.events(incarnation, events_from_proto(report.kv_events))
                 case "deregister":
                     self._service.left(incarnation, report.deregister.reason)
-                    await context.write(pb.GatewayReply(deregister=pb.DeregisterSeen()))
+                    await write(context, pb.GatewayReply(deregister=pb.DeregisterSeen()))
                     return True
                 case "register" | None:
                     raise BadRequest("the worker sent a report that does not belong here")

@@ -3,6 +3,7 @@
 Services are added as tables of methods by the adapters beside this file; this one knows none of them.
 """
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -11,22 +12,19 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import grpc
 from grpc import aio
 
-from core.errors import ConfigError, TandemError
-from core.rpc.channel import MAX_MESSAGE_BYTES
+from core.errors import ConfigError, TandemError, WorkerLost
+from core.rpc.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from core.rpc.proof import Proof
 from core.rpc.status import refuse
 
 logger = logging.getLogger(__name__)
 
 SERVER_OPTIONS: Mapping[str, int] = {
+    **KEEPALIVE_OPTIONS,
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     # Two processes on one port would each see half of the calls; a taken port must fail.
     "grpc.so_reuseport": 0,
-    "grpc.keepalive_time_ms": 2_000,
-    "grpc.keepalive_timeout_ms": 4_000,
-    "grpc.keepalive_permit_without_calls": 1,
-    "grpc.http2.max_pings_without_data": 0,
     "grpc.http2.min_ping_interval_without_data_ms": 500,
     "grpc.http2.max_ping_strikes": 0,
 }
@@ -112,6 +110,15 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
+async def write(context: aio.ServicerContext[Any, Reply], message: Reply) -> None:
+    """Write to the caller; returns when flow control took it. Raises `WorkerLost` if the caller is gone."""
+    try:
+        await context.write(message)
+    except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
+        # Not named by context.peer(): that crashes the interpreter (grpcio 1.85) once the call is over.
+        raise WorkerLost("the caller is gone") from error
+
+
 def _serialize(message: Wire) -> bytes:
     return message.SerializeToString()
 
@@ -120,10 +127,14 @@ async def _answer(method: str, context: Context, error: Exception) -> NoReturn:
     if isinstance(error, aio.AbortError):
         raise error
     told = _told(error)
-    if told is not None:
+    if told is None:
+        logger.error("%s crashed", method, exc_info=error)
+        told = TandemError(f"{method} failed: {type(error).__name__}: {error}")
+    try:
         await refuse(context, told)
-    logger.error("%s crashed", method, exc_info=error)
-    await refuse(context, TandemError(f"{method} failed: {type(error).__name__}: {error}"))
+    except (aio.UsageError, aio.InternalError) as unheard:
+        # The caller is gone: nobody is left to be told. gRPC logs any other exception as a crash of ours.
+        raise asyncio.CancelledError from unheard
 
 
 def _told(error: BaseException) -> TandemError | None:

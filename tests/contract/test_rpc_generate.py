@@ -14,6 +14,7 @@ import pytest
 
 from core.errors import BadRequest, ConfigError, Draining, TandemError, WorkerLost
 from core.ids import Handle
+from core.rpc import generate
 from core.rpc.channel import connect
 from core.rpc.generate import GenerateClient, add_generate
 from core.stream import AbortRequest, Ack, Errored, Finished, Started, StepFrame, Submit
@@ -283,8 +284,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_killed_worker_process_is_a_lost_worker(how):
+async def a_server_process():
     root = Path(__file__).parents[2]
     process = subprocess.Popen(  # noqa: ASYNC220 - starts in milliseconds
         [sys.executable, "-c", SERVER_PROCESS],
@@ -293,9 +293,19 @@ async def test_a_killed_worker_process_is_a_lost_worker(how):
         stdout=subprocess.PIPE,
         text=True,
     )
+    return process, (await asyncio.to_thread(process.stdout.readline)).strip()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_killed_worker_process_is_a_lost_worker(how):
+    process, address = await a_server_process()
     try:
-        assert process.stdout is not None
-        address = (await asyncio.to_thread(process.stdout.readline)).strip()
         stream = await GenerateClient(a_proof()).open(address, a_hello(), timeout_s=10)
         frames = stream.frames()
         assert (await anext(frames)).sequence == 1
@@ -305,6 +315,76 @@ async def test_a_killed_worker_process_is_a_lost_worker(how):
                 await anext(frames)
         await stream.close()
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        end(process)
+
+
+async def test_sending_to_a_gateway_that_is_gone_is_an_error_however_often():
+    probe = GenerateProbe()
+    async with probe_server(probe) as address:
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        send = await probe.send.get()
+        await send(StepFrame(sequence=1))
+        stream._duplex._call.cancel()
+        await probe.ended.get()
+        for number in range(3):
+            with pytest.raises(WorkerLost, match="gone"):
+                await send(StepFrame(sequence=2 + number))
+        await stream.close()
+
+
+async def test_a_gateway_that_does_not_read_holds_up_the_sender_until_it_reads_or_goes():
+    probe = GenerateProbe()
+    big = StepFrame(sequence=1, tokens=[2**32 - 1] * 200_000)
+
+    async def flood(send):
+        while True:
+            await send(big)
+            sent.append(1)
+
+    async with probe_server(probe) as address:
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        sent = []
+        flooding = asyncio.ensure_future(flood(await probe.send.get()))
+        held_at = -1
+        async with asyncio.timeout(20):
+            while held_at != len(sent):
+                held_at = len(sent)
+                await asyncio.sleep(0.2)
+            frames = stream.frames()
+            while len(sent) == held_at:
+                await anext(frames)
+            stream._duplex._call.cancel()
+            with pytest.raises(WorkerLost, match="gone"):
+                await flooding
+        await stream.close()
+
+
+async def test_a_caller_that_sends_no_first_frame_is_ended_by_a_deadline(monkeypatch):
+    monkeypatch.setattr(generate, "HELLO_TIMEOUT_S", 0.05)
+    async with probe_server(GenerateProbe()) as address:
+        channel = await connect(address, 3.0)
+        call = generate_pb2_grpc.GenerateStub(channel).Connect(metadata=a_proof().metadata)
+        async with asyncio.timeout(5):
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await channel.close()
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 1.0], ids=["busy", "idle"])
+async def test_a_stopped_worker_process_is_noticed_by_keepalive(idle_s):
+    """A process that is frozen answers no ping and closes no socket: only the ping's deadline tells.
+
+    Just after traffic gRPC has a bandwidth ping under way, later it sends one of its own: two ways to the same end.
+    """
+    process, address = await a_server_process()
+    try:
+        stream = await GenerateClient(a_proof()).open(address, a_hello(), timeout_s=10)
+        frames = stream.frames()
+        assert (await anext(frames)).sequence == 1
+        await asyncio.sleep(idle_s)
+        process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(12):
+            with pytest.raises(WorkerLost):
+                await anext(frames)
+        await stream.close()
+    finally:
+        end(process)
