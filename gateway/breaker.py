@@ -5,10 +5,11 @@ Pure state over a passed-in `now`; knows no worker, no clock and no reason of a 
 
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class BreakerRules:
-    """When a breaker opens and for how long. Seconds."""
+
+class BreakerRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `breaker`: when a breaker opens and for how long. Seconds."""
 
     threshold: int = 3
     """Consecutive failures that open it: one failed transfer never takes a worker out."""

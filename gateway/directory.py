@@ -32,6 +32,9 @@ class Member:
     breaker: Breaker
     lease_until: float
     connected: bool = True
+    """Its membership stream stands."""
+    suspected: bool = False
+    """Its request stream was lost; the next heartbeat clears it."""
     alive: bool = True
     load: Load | None = None
     draining: bool = False
@@ -137,6 +140,7 @@ class Directory:
             return
         member.load = load
         member.connected = True
+        member.suspected = False
         member.lease_until = self._clock.now() + self.ttl_s
         fleet, slot = self.fleet, member.slot
         fleet.pages_free[slot] = load.pages_free + load.pages_evictable
@@ -154,6 +158,12 @@ class Directory:
             member.connected = False
             self.failed(member)
             self._publish(member)
+
+    def suspect(self, member: Member) -> None:
+        """Something says it is dead: no new work before its next heartbeat, and one failure for its breaker."""
+        if member.alive:
+            member.suspected = True
+            self.failed(member)
 
     def deregister(self, member: Member) -> None:
         """It says goodbye (drain): it is no member any more; what it still runs goes on."""
@@ -260,7 +270,6 @@ class Directory:
 
     def _remove(self, member: Member) -> None:
         member.alive = False
-        member.connected = False
         self.fleet.clear(member.slot)
         self._slots[member.slot] = None
         del self._members[member.worker_id]
@@ -296,7 +305,7 @@ class Directory:
             return
         fleet, slot = self.fleet, member.slot
         state_ok = member.load is not None and member.load.state is State.READY
-        fleet.ready[slot] = state_ok and member.connected and not member.draining
+        fleet.ready[slot] = state_ok and member.connected and not member.suspected and not member.draining
         fleet.probing[slot] = member.breaker.probing
         fleet.lease_until[slot] = member.lease_until
         fleet.open_until[slot] = member.breaker.open_until

@@ -25,18 +25,21 @@ class Links:
         clock: Clock,
         rules: LinkRules,
         silence_s: float,
-        on_lost: Callable[[Registration], None] = lambda _: None,
     ) -> None:
         self._gateway = gateway
         self._opener = opener
         self._clock = clock
         self._rules = rules
         self._silence_s = silence_s
-        self._on_lost = on_lost
+        self._tell_lost: Callable[[Registration], None] = lambda _: None
         self._links: dict[Incarnation, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._tasks = Tasks()
         self._handles = 0
         self._closing = False
+
+    def on_lost(self, tell: Callable[[Registration], None]) -> None:
+        """Call `tell` whenever a link could not be kept up."""
+        self._tell_lost = tell
 
     def fresh_handle(self) -> Handle:
         """Return a handle never used before by this gateway incarnation."""
@@ -62,7 +65,7 @@ class Links:
             if current is not None and current[0] is link:
                 del self._links[link.worker.incarnation]
                 if not self._closing and not link.departed:
-                    self._on_lost(link.worker)
+                    self._tell_lost(link.worker)
 
     def expired(self, incarnation: Incarnation) -> None:
         """Its lease ran out. Requests go on as long as it talks on its stream."""

@@ -4,6 +4,7 @@ Plain values; knows no workers' names and no wire.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -16,8 +17,7 @@ NONE = -1
 class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `routing` of the gateway's configuration. Times are seconds; figures reported by workers win."""
 
-    policy: str = "prefix"
-    """prefix | least_loaded | round_robin | random."""
+    policy: Literal["prefix", "least_loaded", "round_robin", "random"] = "prefix"
     base_s: float = 0.002
     """Fixed cost of one prefill."""
     prefill_tokens_per_s: float = 2000.0

@@ -31,7 +31,7 @@ from core.stream import (
     Submit,
 )
 
-VOCAB = 1000
+VOCAB = 400
 EOS = 2
 
 

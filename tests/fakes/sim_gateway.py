@@ -42,8 +42,8 @@ class SimGateway:
             clock=self.clock,
             rules=links or LinkRules(backoff_s=0.001, ack_s=0.01),
             silence_s=3.0,
-            on_lost=self._lost,
         )
+        self.links.on_lost(self._lost)
         router = Router(
             directory=self.directory,
             index=self.index,
@@ -81,7 +81,7 @@ class SimGateway:
     def _lost(self, told):
         member = self.directory.find(told.worker_id)
         if member is not None and member.incarnation == told.incarnation:
-            self.directory.disconnected(member)
+            self.directory.suspect(member)
 
     def add_prefill(self, name, **changes):
         member, _ = self.directory.join(registration(name, Role.PREFILL, **changes))

@@ -1,0 +1,34 @@
+"""`python -m gateway --config FILE [--set a.b=c ...]`: one gateway process, until it is told to leave."""
+
+import logging
+import sys
+
+from core import log
+from core.config import dump
+from core.process import run_process
+from gateway.app import serve
+from gateway.config import GatewayConfig
+
+_LOG = logging.getLogger(__name__)
+
+
+def configure(config: GatewayConfig) -> None:
+    """Set up logging, and log the resolved configuration once."""
+    log.configure(config.id, config.log_level)
+    _LOG.info("configuration:\n%s", dump(config))
+
+
+def main() -> int:
+    """Run the process and return its exit code."""
+    return run_process(
+        GatewayConfig,
+        sys.argv[1:],
+        prog="gateway",
+        configure=configure,
+        budget_s=lambda config: config.drain.budget_s,
+        serve=serve,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

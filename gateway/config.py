@@ -1,0 +1,78 @@
+"""Configuration of a gateway process, section by section; sections are declared beside their owners."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from core.worker_config import DrainSection
+from gateway.admission import Limits
+from gateway.attempt import RetryRules
+from gateway.breaker import BreakerRules
+from gateway.http.config import ApiConfig
+from gateway.routing.job import RoutingRules
+from gateway.worker_link import LinkRules
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+"""0 lets the system choose; the bound one is published."""
+
+
+class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[http]`: where clients connect."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+
+
+class MembershipSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[membership]`: where workers register and operators ask."""
+
+    host: str = "127.0.0.1"
+    port: Port = 9500
+    siblings: tuple[str, ...] = ()
+    """Membership addresses of the other gateway processes, told to every worker."""
+    ttl_s: Annotated[float, Meta(gt=0)] = 3.0
+    """A worker that is silent for so long is gone; it sends a heartbeat every second."""
+    mixed_fingerprints: bool = False
+    """Accept workers of different fingerprints for one model (rolling updates); they are never paired."""
+    max_workers: Annotated[int, Meta(ge=1)] = 4096
+
+
+class ListenerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[listener]`: probes and metrics on a thread of their own, for orchestrators."""
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    stall_s: Annotated[float, Meta(gt=0)] = 10.0
+    """/livez fails when the event loop has not turned for so long."""
+
+
+class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[model]`: whose text this gateway speaks."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    """Directory with tokenizer.json and, for chat, the chat template."""
+    name: str = ""
+    """Accept workers of this model only. Empty: whatever they serve."""
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file of `python -m gateway --config FILE`."""
+
+    id: Annotated[str, Meta(min_length=1)] = "gateway-1"
+    run_dir: str = ""
+    """Where `<id>.json` with the bound addresses is written when ready. Empty: nowhere."""
+    secret_file: str = ""
+    """File with the cluster secret, equal for all processes. Empty: an open cluster."""
+    log_level: str = "INFO"
+    model: ModelSection
+    http: HttpSection = HttpSection()
+    membership: MembershipSection = MembershipSection()
+    listener: ListenerSection = ListenerSection()
+    api: ApiConfig = ApiConfig()
+    routing: RoutingRules = RoutingRules()
+    limits: Limits = Limits()
+    retries: RetryRules = RetryRules()
+    links: LinkRules = LinkRules()
+    breaker: BreakerRules = BreakerRules()
+    drain: DrainSection = DrainSection(budget_s=600.0)
