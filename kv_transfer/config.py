@@ -18,7 +18,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("auto",)
     """Names in order of preference. ``auto`` stands for shm on the same host, else tcp."""
     host: str = "127.0.0.1"
-    """Address that data listeners bind; peers connect to it, so it must be reachable from them."""
+    """Address that data listeners bind."""
+    advertise_host: str = ""
+    """Address that peers connect to; empty: `host`."""
     segment_directory: str = "/dev/shm"  # noqa: S108 - the system's shared-memory file system, files are 0600
     """Where shared KV segments live."""
     digests: bool = False
@@ -26,11 +28,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     connect_timeout_s: Seconds = 2.0
     hello_timeout_s: Seconds = 5.0
-    prepare_timeout_s: Seconds = 2.0
+    prepare_timeout_s: Seconds = 5.0
     """Until Accept or Reject; the source answers from its event loop, never from its engine."""
     release_timeout_s: Seconds = 10.0
     """Until Released; the source asks its engine, which may be inside a step."""
     lease_ttl_s: Seconds = 30.0
+    max_lease_ttl_s: Seconds = 300.0
+    """A peer may not ask for more."""
     orphan_ttl_s: Seconds = 10.0
     """First life of a lease: until its first heartbeat."""
     progress_timeout_s: Seconds = 10.0

@@ -1,17 +1,34 @@
-"""The pulling side of hand-overs: one `Destination` per decode worker."""
+"""The pulling side of hand-overs: sessions with sources, readers over transports, pulls, and their quarantine.
 
+One `Destination` per decode worker, on its event loop. Nobody else writes this worker's pools (decision A1). Knows no gRPC
+and no engine.
+"""
+
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from core.clock import Clock
-from core.ids import Incarnation
+from core.errors import Aborted, DeadlineExceeded, TandemError, WorkerLost
+from core.handover import Hello, Prepare
+from core.ids import Incarnation, transfer_id
 from core.kv import KVLayout
 from core.request import GenerateRequest
 from kv_transfer.api import DestinationHost, LinkDialer, MemoryRegion, OnFirst, Pulled, TransportOpener
+from kv_transfer.breaker import Breaker
 from kv_transfer.config import TransferConfig
+from kv_transfer.pull import Pull, PullParts
+from kv_transfer.session import Session
+from kv_transfer.session_book import SessionBook, is_answer, is_peer_failure
+from kv_transfer.staging import Staging
+from kv_transfer.statistics import Counters
+from kv_transfer.transfer import Transfer
+
+COUNTERS = ("pulls", "pulls_committed", "pulls_failed", "pulls_cancelled", "bytes_pulled", "chunks")
 
 
 class Destination:
-    """Pulls KV pages of remote prefills into this worker's pools. Lives on one event loop."""
+    """Pulls KV of remote prefills into this worker's pools. Make it on the running loop; `close` before the memory goes."""
 
     def __init__(
         self,
@@ -26,7 +43,26 @@ class Destination:
         opener: TransportOpener,
         clock: Clock,
     ) -> None:
-        raise NotImplementedError
+        self._config = config
+        self._incarnation = incarnation
+        self._staging = Staging(layout, regions, config.staging_rows, config.max_run_bytes, incarnation)
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+        self._parts = PullParts(config=config, layout=layout, host=host, staging=self._staging, hasher=self._hasher)
+        self._book = SessionBook(
+            config=config,
+            hello=Hello(incarnation=incarnation, fingerprint=fingerprint, layout=layout.encode()),
+            layout=layout,
+            dialer=dialer,
+            opener=opener,
+            clock=clock,
+            staging=self._staging.region,
+        )
+        self._counters = Counters(COUNTERS)
+        self._number = 0
+        self._transfers: set[Transfer] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
 
     async def pull(
         self,
@@ -42,15 +78,96 @@ class Destination:
     ) -> Pulled:
         """Let the source at `address` prefill `request` and pull the result into sequence `seq`, row `row`.
 
-        `on_first` is called once, on the loop, when FINAL arrives. On any error and on cancellation
-        `DestinationHost.drop` has been called exactly once; after a return it never is.
+        `on_first` is called once, on the loop, when the final arrives. On any error and on cancellation
+        `DestinationHost.drop` has been called exactly once; after a return it never is. Raises WorkerLost (before or
+        after `on_first`), NoCapacity, Draining, BadRequest and so on as the source says, LeaseLost, TransferFailed,
+        ChecksumMismatch, NamespaceMismatch, DeadlineExceeded, Aborted (we are closing).
         """
-        raise NotImplementedError
+        self._counters.add("pulls")
+        breaker = self._book.breaker(address)
+        refusal = self._refusal(address, breaker)
+        if refusal is not None:
+            self._counters.add("pulls_failed")
+            self._parts.host.drop(seq, ())
+            raise refusal
+        session: Session | None = None
+        try:
+            session = await self._session(address, incarnation, seq, timeout_s)
+            transfer = Transfer(self._prepare(request, session, prefix_tokens), on_first)
+            pulled = await self._drive(Pull(self._parts, session, transfer, seq, row), timeout_s)
+        except BaseException as error:
+            self._judge(breaker, error, session)
+            raise
+        breaker.succeeded()
+        self._counters.add("pulls_committed")
+        self._counters.add("bytes_pulled", pulled.bytes_pulled)
+        self._counters.add("chunks", pulled.chunks)
+        return pulled
 
     def statistics(self) -> dict[str, float]:
         """Counters and gauges by name."""
-        raise NotImplementedError
+        gauges = {"transfers": float(len(self._transfers))}
+        return self._counters.snapshot() | gauges | self._book.statistics()
 
     async def close(self) -> None:
-        """Cancel all pulls, wait for quiescence, destroy the transports. Memory may be unmapped afterwards."""
-        raise NotImplementedError
+        """Cancel all pulls, wait for quiescence, destroy the transports. Memory may be unmapped afterwards. Idempotent."""
+        self._closing = True
+        for transfer in list(self._transfers):
+            transfer.fail(Aborted("the decode worker is going away"))
+        await self._idle.wait()
+        await self._book.close()
+        self._hasher.shutdown(wait=True, cancel_futures=True)
+        self._staging.close()
+
+    def _refusal(self, address: str, breaker: Breaker) -> TandemError | None:
+        if self._closing:
+            return Aborted("the decode worker is going away")
+        if breaker.allow():
+            return None
+        return WorkerLost(
+            f"prefill worker {address} failed repeatedly and is left alone for a while",
+            retry_after_s=breaker.retry_after_s,
+        )
+
+    async def _session(self, address: str, incarnation: Incarnation | None, seq: int, timeout_s: float) -> Session:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._book.session(address, incarnation)
+        except TimeoutError:
+            self._parts.host.drop(seq, ())
+            raise DeadlineExceeded(f"the pull took longer than {timeout_s:g} s") from None
+        except BaseException:
+            self._parts.host.drop(seq, ())
+            raise
+
+    def _prepare(self, request: GenerateRequest, session: Session, prefix_tokens: int) -> Prepare:
+        self._number += 1
+        name = transfer_id(
+            request.request_id, request.attempt, session.source.incarnation, self._incarnation, self._number
+        )
+        return Prepare(
+            transfer=name,
+            request=request,
+            prefix_tokens=prefix_tokens,
+            lease_ttl_s=self._config.lease_ttl_s,
+            digests=self._config.digests,
+        )
+
+    async def _drive(self, pull: Pull, timeout_s: float) -> Pulled:
+        self._transfers.add(pull.transfer)
+        self._idle.clear()
+        try:
+            return await pull.drive(timeout_s)
+        finally:
+            self._transfers.discard(pull.transfer)
+            if not self._transfers:
+                self._idle.set()
+
+    def _judge(self, breaker: Breaker, error: BaseException, session: Session | None) -> None:
+        self._counters.add("pulls_failed" if isinstance(error, TandemError) else "pulls_cancelled")
+        if is_peer_failure(error, session):
+            breaker.failed()
+        elif is_answer(error):
+            breaker.succeeded()
+        else:
+            breaker.undecided()

@@ -1,30 +1,31 @@
-"""The serving side of hand-overs: one `Source` per worker that prefills for others."""
+"""The serving side of hand-overs: composes the lease desk, the announcer and the serving transports of one worker.
 
+Lives on the worker's event loop. The engine's events come in by method calls; what it must do goes out through
+`SourceHost`. Bytes are served by the transports' own threads under the lease table.
+"""
+
+import asyncio
 from collections.abc import Callable, Sequence
 
+from core.aio import Tasks
 from core.clock import Clock
-from core.errors import TandemError
-from core.handover import FromD, FromP, TokenLogprobs
+from core.errors import Draining, InvariantError, LeaseLost, TandemError
+from core.handover import Final, FromP, TokenLogprobs
 from core.ids import Incarnation
 from core.kv import KVLayout, PageRef
+from kv_transfer.announcer import Announcer
 from kv_transfer.api import MemoryRegion, SourceHost, TransportOpener
 from kv_transfer.config import TransferConfig
-
-
-class SourceLink:
-    """The source's end of one control link."""
-
-    async def handle(self, message: FromD) -> None:
-        """Handle one message; answers go to `send`. Raises `NamespaceMismatch`: close the stream with it."""
-        raise NotImplementedError
-
-    def closed(self) -> None:
-        """The stream ended: all its leases end. Idempotent."""
-        raise NotImplementedError
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_desk import LeaseDesk, failed_message
+from kv_transfer.serving import Serving
+from kv_transfer.source_link import Identity, SourceLink
+from kv_transfer.source_transfer import SourceTransfer
+from kv_transfer.ticket import LeaseEvent
 
 
 class Source:
-    """Grants leases, announces pages, answers releases. Lives on one event loop."""
+    """One per worker that prefills for others. `start` before use, `close` before the memory goes."""
 
     def __init__(
         self,
@@ -38,19 +39,72 @@ class Source:
         opener: TransportOpener,
         clock: Clock,
     ) -> None:
-        raise NotImplementedError
+        self._config = config
+        self._opener = opener
+        self._tasks = Tasks()
+        self._serving: Serving | None = None
+        self._leases = LeaseTable(
+            layout=layout, clock=clock, max_per_peer=config.max_leases_per_peer, orphan_ttl_s=config.orphan_ttl_s
+        )
+        self._announcer = Announcer(layout, regions, self._tasks)
+        self._desk = LeaseDesk(
+            identity=Identity(incarnation=incarnation, fingerprint=fingerprint, layout=layout),
+            config=config,
+            host=host,
+            leases=self._leases,
+            tasks=self._tasks,
+            exports=self.exports,
+        )
 
     async def start(self) -> None:
         """Open the transports (listeners bind here) and the reaper; raises ConfigError."""
-        raise NotImplementedError
+        self._serving = Serving(self._config.transports, self._opener, self._leases)
+        self._tasks.spawn(self._reap(), name="lease reaper")
+
+    def exports(self) -> tuple[tuple[str, bytes], ...]:
+        """(transport, blob) of every transport that is served, in order of preference."""
+        assert self._serving is not None, "start first"
+        return self._serving.exports()
 
     def open_link(self, send: Callable[[FromP], None]) -> SourceLink:
-        """Serve a new control link; `send` must not block."""
-        raise NotImplementedError
+        """Serve a new control link; `send` must neither block nor raise."""
+        return SourceLink(self._desk, send)
+
+    def drain(self) -> None:
+        """Refuse new hand-overs; the leases that live go on until taken or expired."""
+        self._desk.draining = True
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not been ended."""
+        return len(self._leases)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        gauges = {"leases": float(len(self._leases)), "leased_pages": float(self._leases.num_pages)}
+        return self._desk.counters.snapshot() | gauges
+
+    async def close(self) -> None:
+        """End all leases and destroy the transports; afterwards nobody reads our memory through them. Idempotent."""
+        self.drain()
+        await self._tasks.close()
+        self._desk.end_all(Draining("the prefill worker is going away"))
+        self._announcer.close()
+        if self._serving is not None:
+            await self._serving.close()
 
     def chunk_final(self, seq: int, start: int, end: int, pages: tuple[PageRef, ...]) -> None:
-        """Engine event: pages of tokens [start, end) are final. Call on the loop."""
-        raise NotImplementedError
+        """Engine event, on the loop: pages of tokens [start, end) of a source sequence are final, in order of start."""
+        transfer = self._desk.find(seq, lambda: self.chunk_final(seq, start, end, pages))
+        if transfer is None or not transfer.machine.move(LeaseEvent.CHUNK):
+            return
+        message = transfer.chunk(start, end, pages)
+        if message is None:
+            return
+        if self._leases.extend(transfer.lease, [ref.page for ref in message.pages]):
+            self._announcer.announce(transfer, transfer.link, message)
+        else:
+            self._lapsed(transfer)
 
     def prefilled(
         self,
@@ -64,26 +118,44 @@ class Source:
         row: int,
         row_generation: int,
     ) -> None:
-        """Engine event: the prompt is in KV and the first token is chosen. Call on the loop."""
-        raise NotImplementedError
+        """Engine event, on the loop: the prompt is in KV and its first token is chosen; all chunks were told before."""
+        self._final(
+            seq,
+            Final(
+                num_tokens=num_tokens,
+                num_chunks=0,
+                first_tokens=first_tokens,
+                logprobs=logprobs,
+                num_cached_tokens=num_cached_tokens,
+                finish=finish,
+                row=row,
+                row_generation=row_generation,
+            ),
+        )
 
     def failed(self, seq: int, error: TandemError) -> None:
-        """Engine event: the sequence ended badly. Call on the loop."""
-        raise NotImplementedError
+        """Engine event, on the loop: a source sequence ended badly."""
+        transfer = self._desk.find(seq, lambda: self.failed(seq, error))
+        if transfer is not None:
+            self._desk.end(transfer, LeaseEvent.FAILED, failed_message(transfer, error))
 
-    def drain(self) -> None:
-        """Refuse new hand-overs; the leases that live go on until taken or expired."""
-        raise NotImplementedError
+    def _final(self, seq: int, aux: Final) -> None:
+        transfer = self._desk.find(seq, lambda: self._final(seq, aux))
+        if transfer is None or not transfer.machine.move(LeaseEvent.PREFILLED):
+            return
+        if transfer.announced_end < aux.num_tokens:
+            error = InvariantError(f"chunks cover {transfer.announced_end} of {aux.num_tokens} tokens")
+            self._desk.end(transfer, LeaseEvent.FAILED, failed_message(transfer, error))
+        elif self._leases.cover_row(transfer.lease, aux.row):
+            self._announcer.announce(transfer, transfer.link, transfer.final(aux))
+        else:
+            self._lapsed(transfer)
 
-    @property
-    def num_leases(self) -> int:
-        """Leases that live."""
-        raise NotImplementedError
+    def _lapsed(self, transfer: SourceTransfer) -> None:
+        error = LeaseLost("the lease lapsed before the prompt was computed")
+        self._desk.end(transfer, LeaseEvent.EXPIRE, failed_message(transfer, error))
 
-    def statistics(self) -> dict[str, float]:
-        """Counters and gauges by name."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """End all leases and destroy the transports."""
-        raise NotImplementedError
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.sweep_interval_s)
+            self._desk.expire()

@@ -1,0 +1,280 @@
+"""Reads over plain sockets: the embedded default between hosts.
+
+One connection and one thread per source. The thread asks for records and lands the answer straight in the target
+region, frame by frame; a cancelled read lands nothing more after the frame it is in, the rest goes to scratch.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+
+import msgspec
+import numpy as np
+
+from core.clock import Clock
+from core.errors import Aborted, DeadlineExceeded, LeaseLost, TandemError, TransferFailed
+from kv_transfer.api import Capabilities, PeerInfo, Records, SourceGuard
+from kv_transfer.backends.lane import Job
+from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
+from kv_transfer.backends.tcp_server import TcpServer
+from kv_transfer.backends.tcp_wire import (
+    FRAME,
+    MAGIC,
+    MAX_RECORDS,
+    Status,
+    TcpExport,
+    encode_cancel,
+    encode_read,
+    greeting,
+    receive_exactly,
+    send_all,
+    shut,
+    tune,
+)
+from kv_transfer.memory import U8
+from kv_transfer.settings import TransportSettings
+
+CAPABILITIES = Capabilities(
+    name="tcp",
+    version="1",
+    max_records_per_op=MAX_RECORDS,
+    max_bytes_per_op=1 << 30,
+    max_ops_in_flight_per_peer=64,
+    same_host_only=False,
+    read_is_safe_for_source=True,
+    cancel_is_fence=True,
+    landing="direct",
+)
+
+
+class TcpPeer(LanePeer):
+    """A source behind a socket. A broken connection fails the read it carried and is made anew for the next one."""
+
+    def __init__(self, info: PeerInfo, shared: Shared, export: TcpExport) -> None:
+        self._export = export
+        self._sizes = dict(export.regions)
+        self._connection: socket.socket | None = None
+        self._scratch = memoryview(bytearray(shared.config.frame_bytes))
+        super().__init__(info, shared)
+
+    def source_sizes(self) -> Mapping[int, int]:
+        return self._sizes
+
+    def warm(self, timeout_s: float) -> None:
+        """Connect now, before the first read, so that an unreachable source shows at once."""
+        self._connection = self._connect(timeout_s)
+
+    def probe(self, timeout_s: float) -> float:
+        connection = self._connect(timeout_s)
+        try:
+            start = self.shared.clock.now()
+            nothing = np.zeros(0, np.int64)
+            send_all(connection, [encode_read(0, 0, 0, nothing, nothing)])
+            self._header(connection, self._patience(timeout_s))
+            return self.shared.clock.now() - start
+        except OSError as error:
+            raise TransferFailed(f"the probe failed: {error}") from error
+        finally:
+            shut(connection)
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self._hang_up()
+
+    def read(self, job: Job) -> None:
+        records = job.records
+        job.check(self.shared.clock)
+        if self._connection is None:
+            self._connection = self._connect(self.shared.config.connect_timeout_s)
+        request = encode_read(job.op.id, job.lease, records.source_region, records.source_offsets, records.nbytes)
+        try:
+            send_all(self._connection, [request])
+            self._land(self._connection, job)
+        except OSError as error:
+            self._hang_up()
+            raise TransferFailed(f"the data connection broke: {error}") from error
+        except LeaseLost:
+            # The answer was read to its end: the connection is in order.
+            raise
+        except TandemError:
+            self._hang_up()
+            raise
+
+    def _land(self, connection: socket.socket, job: Job) -> None:
+        landing = Landing(job.records, self.shared.regions.views[job.records.target_region])
+        patience = self._patience(self.shared.config.progress_timeout_s, job)
+        while True:
+            status, op, nbytes = self._header(connection, patience)
+            if op != job.op.id:
+                raise TransferFailed("the peer answered another read")
+            if status != Status.DATA:
+                return _conclude(status, landing)
+            try:
+                job.check(self.shared.clock)
+            except (Aborted, DeadlineExceeded) as error:
+                self._drain(connection, job, nbytes, error)
+                return None
+
+            def on_bytes(got: int) -> None:
+                job.op.landed_bytes += got
+                patience.bytes_came()
+
+            receive_exactly(connection, landing.take(nbytes), patience.idle, on_bytes)
+
+    def _drain(self, connection: socket.socket, job: Job, nbytes: int, error: TandemError) -> None:
+        """Nothing of the job lands from here on: say so, then throw away what is still on its way."""
+        self.shared.ledger.close(job.op, error)
+        patience = self._patience(self.shared.config.progress_timeout_s)
+        send_all(connection, [encode_cancel(job.op.id)])
+        status = Status.DATA
+        while status == Status.DATA:
+            receive_exactly(connection, [self._scratch[:nbytes]], patience.idle)
+            patience.bytes_came()
+            status, _, nbytes = self._header(connection, patience)
+
+    def _header(self, connection: socket.socket, patience: "Patience") -> tuple[Status, int, int]:
+        head = bytearray(FRAME.size)
+        receive_exactly(connection, [memoryview(head)], patience.idle)
+        status, op, nbytes = FRAME.unpack(head)
+        if status not in Status or nbytes > len(self._scratch):
+            raise TransferFailed(f"the peer sent a frame of status {status} and {nbytes} bytes")
+        return Status(status), op, nbytes
+
+    def _connect(self, timeout_s: float) -> socket.socket:
+        where = f"{self._export.host}:{self._export.port}"
+        try:
+            connection = socket.create_connection((self._export.host, self._export.port), timeout_s)
+        except OSError as error:
+            raise TransferFailed(f"the KV data port {where} cannot be reached: {error}") from error
+        try:
+            tune(connection, self.shared.config.progress_timeout_s)
+            connection.settimeout(self.shared.config.progress_timeout_s)
+            send_all(connection, [greeting(self.info.incarnation, self._export.token)])
+            reply = bytearray(len(MAGIC))
+            receive_exactly(connection, [memoryview(reply)], self._patience(timeout_s).idle)
+            if bytes(reply) != MAGIC:
+                raise TransferFailed(f"{where} does not speak our protocol")
+        except (OSError, TandemError) as error:
+            shut(connection)
+            raise TransferFailed(f"the KV data port {where} refused us: {error}") from error
+        return connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            shut(self._connection)
+            self._connection = None
+
+    def _patience(self, timeout_s: float, job: Job | None = None) -> "Patience":
+        return Patience(self.shared.clock, timeout_s, job, lambda: self.lane.stopped)
+
+
+class Patience:
+    """Decides, each time nothing came for a moment, whether to go on waiting."""
+
+    def __init__(self, clock: Clock, timeout_s: float, job: Job | None, stopped: Callable[[], bool]) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._job = job
+        self._stopped = stopped
+        self._last = clock.now()
+
+    def bytes_came(self) -> None:
+        """Progress."""
+        self._last = self._clock.now()
+
+    def idle(self) -> None:
+        """Raise if the job was cancelled or is late, the lane stops, or nothing came for too long."""
+        if self._job is not None:
+            self._job.check(self._clock)
+        if self._stopped():
+            raise Aborted("the peer was disconnected")
+        if self._clock.now() - self._last >= self._timeout_s:
+            raise TransferFailed(f"no byte came for {self._timeout_s:g} s")
+
+
+class Landing:
+    """Where the next bytes of a read belong."""
+
+    def __init__(self, records: Records, target: U8) -> None:
+        self._memory = target.data
+        self._offsets: list[int] = records.target_offsets.tolist()
+        self._sizes: list[int] = records.nbytes.tolist()
+        self._at = 0
+        self._done = 0
+
+    @property
+    def complete(self) -> bool:
+        """True if every byte has a place taken."""
+        return self._at == len(self._sizes)
+
+    def take(self, nbytes: int) -> list[memoryview]:
+        """Return the places of the next `nbytes`, in order; raises TransferFailed if that is more than was asked for."""
+        views: list[memoryview] = []
+        while nbytes:
+            if self.complete:
+                raise TransferFailed("the peer sent more bytes than were asked for")
+            start = self._offsets[self._at] + self._done
+            n = min(nbytes, self._sizes[self._at] - self._done)
+            views.append(self._memory[start : start + n])
+            nbytes -= n
+            self._done += n
+            if self._done == self._sizes[self._at]:
+                self._at, self._done = self._at + 1, 0
+        return views
+
+
+def _conclude(status: Status, landing: Landing) -> None:
+    if status == Status.REFUSED:
+        raise LeaseLost("the source refused the read: the lease is over or does not cover it")
+    if status != Status.END:
+        raise TransferFailed(f"the source ended the read with {status.name}")
+    if not landing.complete:
+        raise TransferFailed("the source sent fewer bytes than were asked for")
+
+
+class TcpTransport(LaneTransport):
+    """See the module."""
+
+    def __init__(
+        self, settings: TransportSettings, guard: SourceGuard | None, clock: Clock, on_event: Callable[[], None]
+    ) -> None:
+        super().__init__(CAPABILITIES, settings, guard, clock, on_event)
+        self._server: TcpServer | None = None
+
+    def _serve(self, guard: SourceGuard) -> bytes:
+        config = self._shared.config
+        if self._server is None:
+            self._server = TcpServer(config, self._shared.settings.incarnation, self._shared.regions, guard)
+        regions = tuple((region.id, region.nbytes) for region in self._shared.regions.regions.values())
+        return msgspec.msgpack.encode(
+            TcpExport(
+                host=config.advertise_host or config.host,
+                port=self._server.port,
+                token=self._server.token,
+                regions=regions,
+            )
+        )
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _open_peer(self, info: PeerInfo, timeout_s: float) -> TcpPeer:
+        try:
+            export = msgspec.msgpack.decode(info.blob, type=TcpExport)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise TransferFailed(f"the peer's tcp description cannot be read: {error}") from error
+        peer = TcpPeer(info, self._shared, export)
+        with contextlib.ExitStack() as undo:
+            undo.callback(peer.disconnect)
+            peer.warm(timeout_s)
+            undo.pop_all()
+        return peer
+
+
+def open_transport(
+    settings: TransportSettings, guard: SourceGuard | None, clock: Clock, on_event: Callable[[], None]
+) -> TcpTransport:
+    """Open the tcp transport."""
+    return TcpTransport(settings, guard, clock, on_event)

@@ -1,0 +1,43 @@
+"""From a transport's name to an open transport: the table of backends, imported only when named.
+
+A backend module has `open_transport(settings, guard, clock, on_event) -> Transport`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+
+from core.clock import Clock
+from core.errors import ConfigError
+from kv_transfer.api import MemoryRegion, SourceGuard, Transport
+from kv_transfer.settings import TransportSettings
+
+BACKENDS: Mapping[str, str] = {
+    "loopback": "kv_transfer.backends.loopback",
+    "shm": "kv_transfer.backends.shm",
+    "tcp": "kv_transfer.backends.tcp",
+}
+
+
+def open_transport(
+    name: str, settings: TransportSettings, guard: SourceGuard | None, clock: Clock, on_event: Callable[[], None]
+) -> Transport:
+    """Open a transport by name; raises ConfigError for an unknown name or a backend that cannot work here."""
+    path = BACKENDS.get(name)
+    if path is None:
+        raise ConfigError(f"there is no KV transport {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
+    return importlib.import_module(path).open_transport(settings, guard, clock, on_event)
+
+
+class TransportFactory:
+    """The shipped `TransportOpener`: opens by name and registers this process's regions."""
+
+    def __init__(self, settings: TransportSettings, regions: Sequence[MemoryRegion], clock: Clock) -> None:
+        self._settings = settings
+        self._regions = tuple(regions)
+        self._clock = clock
+
+    def open(self, name: str, guard: SourceGuard | None, on_event: Callable[[], None]) -> Transport:
+        transport = open_transport(name, self._settings, guard, self._clock, on_event)
+        for region in self._regions:
+            transport.register(region)
+        return transport

@@ -1,0 +1,224 @@
+"""Reads over one transport, on the event loop: bounded in bytes, watched for progress, quarantined without proof.
+
+Knows no messages and no pages' owners: a group of operations belongs to some memory that `release` gives back.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.errors import NoCapacity, TandemError, TransferFailed
+from core.ids import LeaseId, TransferId
+from kv_transfer.api import MemoryRegion, Op, OpState, Peer, Records, SupportsCancel, TransportOpener
+from kv_transfer.config import TransferConfig
+from kv_transfer.plan import split
+from kv_transfer.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ReadGroup:
+    """Operations that write one set of pages (or one staging slot)."""
+
+    transfer: TransferId
+    lease: LeaseId
+    pages: tuple[int, ...]
+    release: Callable[[], None]
+    """Gives the memory back to its owner; called by the quarantine only, after proof."""
+    on_failure: Callable[[TandemError], None]
+    ops: list[Op] = field(default_factory=list)
+    open_ops: int = 0
+    nbytes: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever no operation is open."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """What is in flight from one peer, to see whether bytes still come."""
+
+    ops: dict[int, ReadGroup] = field(default_factory=dict)
+    closed_bytes: int = 0
+    last_seen: int = -1
+    last_progress: float = 0.0
+
+
+class Reader:
+    """One per transport name of a destination. Event loop only, but for `_on_event`."""
+
+    def __init__(
+        self, name: str, opener: TransportOpener, config: TransferConfig, clock: Clock, extra: MemoryRegion | None
+    ) -> None:
+        self.name = name
+        self.fenced = False
+        self.quarantine = Quarantine()
+        self.bytes_landed = 0
+        self._post_broke = False
+        self._config = config
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._signalled = False
+        self._flows: dict[int, _Flow] = {}
+        self._flow_of: dict[int, _Flow] = {}
+        self._in_flight = 0
+        self._freed = asyncio.Event()
+        self.transport = opener.open(name, None, self._on_event)
+        if extra is not None:
+            self.transport.register(extra)
+
+    @property
+    def num_open(self) -> int:
+        """Operations that were posted and not reported over."""
+        return len(self._flow_of)
+
+    async def post(self, peer: Peer, records: Sequence[Records], group: ReadGroup) -> None:
+        """Post all copies, in operations that respect the transport's limits; waits while too much is in flight.
+
+        On return all are posted, not landed. Raises BadRequest or TransferFailed; what was posted before stays in
+        the group.
+        """
+        caps = self.transport.capabilities
+        largest = min(caps.max_bytes_per_op, self._config.max_bytes_per_op)
+        for whole in records:
+            for part in split(whole, caps.max_records_per_op, largest):
+                await self._post_one(peer, part, group)
+
+    async def landed(self, group: ReadGroup) -> None:
+        """Wait until no operation of the group is open. A failure is told to `on_failure`, which ends this wait."""
+        while group.open_ops:
+            group.done.clear()
+            await group.done.wait()
+
+    async def drained(self, peer: Peer) -> None:
+        """Wait until no operation with this peer is open."""
+        while id(peer) in self._flows:
+            await self._freed.wait()
+
+    async def quiet(self) -> None:
+        """Wait until no operation is open and nothing is held without proof."""
+        while self._flow_of or len(self.quarantine):
+            await self._freed.wait()
+
+    def abandon(self, group: ReadGroup) -> bool:
+        """Cancel what is open. True if something may still write: then the quarantine holds the memory from now on."""
+        if all(self.transport.quiesced(op) for op in group.ops):
+            return False
+        if isinstance(self.transport, SupportsCancel):
+            for op in group.ops:
+                if not self.transport.quiesced(op):
+                    self.transport.cancel(op)
+        self.quarantine.hold(group.ops, len(group.pages), group.release, self._clock.now())
+        return True
+
+    def tick(self) -> bool:
+        """Release proven memory and fail stalled peers; True if the quarantine needs a fence (R5)."""
+        self._collect()
+        now = self._clock.now()
+        for flow in self._flows.values():
+            self._watch(flow, now)
+        return (
+            self._post_broke
+            or self.quarantine.num_pages > self._config.quarantine_pages
+            or self.quarantine.oldest_s(now) > self._config.quarantine_age_s
+        )
+
+    async def destroy(self) -> None:
+        """Destroy the transport: the proof for everything it ever posted. Idempotent."""
+        self.fenced = True
+        for flow in self._flows.values():
+            for group in set(flow.ops.values()):
+                group.on_failure(TransferFailed(f"the {self.name} transport was destroyed"))
+        await asyncio.to_thread(self.transport.destroy)
+        self._collect()
+        self.quarantine.sweep(self.transport.quiesced)
+        self._wake_posters()
+
+    async def _post_one(self, peer: Peer, part: Records, group: ReadGroup) -> None:
+        nbytes = part.total_bytes
+        while True:
+            if self.fenced:
+                raise TransferFailed(f"the {self.name} transport was destroyed")
+            if self._in_flight and self._in_flight + nbytes > self._config.max_bytes_in_flight:
+                await self._freed.wait()
+                continue
+            now = self._clock.now()
+            life = self._config.op_base_timeout_s + (self._in_flight + nbytes) / self._config.op_bytes_per_s
+            try:
+                op = self.transport.submit(peer, part, group.transfer, group.lease, now + life)
+            except NoCapacity:
+                # Nothing was posted and the peer is well: the same read again when an earlier one has ended.
+                if self._flow_of:
+                    await self._freed.wait()
+                else:
+                    await asyncio.sleep(self._config.sweep_interval_s)
+                continue
+            except TandemError:
+                raise  # nothing was posted
+            except Exception as error:
+                # A post that broke may be in flight; only the end of the transport proves that it is not.
+                logger.exception("posting a KV read broke; the %s transport will be fenced", self.name)
+                self._post_broke = True
+                group.ops.append(Op(-1, group.transfer, nbytes, now, OpState.UNPROVEN))
+                raise TransferFailed(f"posting a read failed: {error}") from error
+            self._book(peer, op, group, now)
+            return
+
+    def _book(self, peer: Peer, op: Op, group: ReadGroup, now: float) -> None:
+        flow = self._flows.setdefault(id(peer), _Flow())
+        if not flow.ops:
+            flow.last_progress = now
+        flow.ops[op.id] = group
+        self._flow_of[op.id] = flow
+        group.ops.append(op)
+        group.open_ops += 1
+        group.nbytes += op.nbytes
+        self._in_flight += op.nbytes
+
+    def _on_event(self) -> None:
+        """From any thread: have the loop collect, once for a burst."""
+        if not self._signalled:
+            self._signalled = True
+            # After the loop has closed nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        self._signalled = False
+        for op in self.transport.poll():
+            flow = self._flow_of.pop(op.id, None)
+            if flow is None:
+                continue
+            group = flow.ops.pop(op.id)
+            flow.closed_bytes += op.landed_bytes
+            self._in_flight -= op.nbytes
+            group.open_ops -= 1
+            if op.state is OpState.DONE:
+                self.bytes_landed += op.nbytes
+            else:
+                group.on_failure(_as_failure(op.error))
+            if not group.open_ops:
+                group.done.set()
+        self._flows = {peer: flow for peer, flow in self._flows.items() if flow.ops}
+        self.quarantine.sweep(self.transport.quiesced)
+        self._wake_posters()
+
+    def _wake_posters(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def _watch(self, flow: _Flow, now: float) -> None:
+        open_ops = [op for group in set(flow.ops.values()) for op in group.ops if op.id in flow.ops]
+        seen = flow.closed_bytes + sum(op.landed_bytes for op in open_ops)
+        if seen != flow.last_seen:
+            flow.last_seen, flow.last_progress = seen, now
+        elif now - flow.last_progress >= self._config.progress_timeout_s:
+            for group in set(flow.ops.values()):
+                group.on_failure(TransferFailed(f"no byte landed for {self._config.progress_timeout_s:g} s"))
+
+
+def _as_failure(error: Exception | None) -> TandemError:
+    return error if isinstance(error, TandemError) else TransferFailed(f"a read failed: {error}")

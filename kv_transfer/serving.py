@@ -1,0 +1,52 @@
+"""The transports through which a source's memory is read: opened together, exported, destroyed together."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from core.errors import ConfigError
+from kv_transfer.api import SourceGuard, Transport, TransportOpener
+from kv_transfer.handshake import expand
+
+logger = logging.getLogger(__name__)
+
+
+class Serving:
+    """Open after construction until `close`."""
+
+    def __init__(self, configured: Sequence[str], opener: TransportOpener, guard: SourceGuard) -> None:
+        self._transports: dict[str, Transport] = {}
+        self._exports: list[tuple[str, bytes]] = []
+        for name in expand(configured):
+            try:
+                self._open(name, opener, guard)
+            except ConfigError as error:
+                if name in configured:
+                    self.destroy()
+                    raise
+                logger.info("KV transport %s is not served: %s", name, error)
+        if not self._exports:
+            raise ConfigError(f"none of the KV transports {', '.join(configured)} can be served here")
+        logger.info("serving KV over %s", ", ".join(name for name, _ in self._exports))
+
+    def exports(self) -> tuple[tuple[str, bytes], ...]:
+        """(transport, blob) in order of preference."""
+        return tuple(self._exports)
+
+    async def close(self) -> None:
+        """Destroy all transports without blocking the loop; afterwards nobody reads through them."""
+        await asyncio.to_thread(self.destroy)
+
+    def destroy(self) -> None:
+        """As `close`, blocking."""
+        for transport in self._transports.values():
+            transport.destroy()
+
+    def _open(self, name: str, opener: TransportOpener, guard: SourceGuard) -> None:
+        transport = opener.open(name, guard, _ignore)
+        self._transports[name] = transport
+        self._exports.append((name, transport.export().blob))
+
+
+def _ignore() -> None:
+    """A serving transport has no operations of its own."""
