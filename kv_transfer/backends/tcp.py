@@ -21,6 +21,7 @@ from kv_transfer.backends.tcp_wire import (
     FRAME,
     MAGIC,
     MAX_RECORDS,
+    STATUSES,
     Status,
     TcpExport,
     encode_cancel,
@@ -136,7 +137,7 @@ class TcpPeer(LanePeer):
         head = bytearray(FRAME.size)
         receive_exactly(connection, [memoryview(head)], patience.idle)
         status, op, nbytes = FRAME.unpack(head)
-        if status not in Status or nbytes > len(self._scratch):
+        if status not in STATUSES or nbytes > len(self._scratch):
             raise TransferFailed(f"the peer sent a frame of status {status} and {nbytes} bytes")
         return Status(status), op, nbytes
 

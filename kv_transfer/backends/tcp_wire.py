@@ -59,6 +59,9 @@ class Status(enum.IntEnum):
     CANCELLED = 4
 
 
+STATUSES = frozenset(int(status) for status in Status)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """One READ as the source sees it; with no records it is a probe."""
