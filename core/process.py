@@ -127,13 +127,18 @@ def run_process(
     configure: Callable[[T], None],
     budget_s: Callable[[T], float],
     serve: Serve[T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
-    """Run a service from its command line to its exit code. `serve` returns when the process has left in order."""
+    """Run a service from its command line to its exit code. `serve` returns when the process has left in order.
+
+    `loop_factory` makes the event loop (None: asyncio's own).
+    """
     try:
         arguments = parse_args(argv, prog)
         config = load(kind, arguments.config, arguments.overrides)
         configure(config)
-        asyncio.run(_serve_until_told(config, budget_s(config), serve))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve_until_told(config, budget_s(config), serve))
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return EXIT_PREFLIGHT

@@ -9,6 +9,11 @@ from core.process import run_process
 from gateway.app import serve
 from gateway.config import GatewayConfig
 
+try:
+    from uvloop import new_event_loop
+except ImportError:  # no wheel for this platform: asyncio's own loop serves too, with fewer tokens per second
+    from asyncio import new_event_loop
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -27,6 +32,7 @@ def main() -> int:
         configure=configure,
         budget_s=lambda config: config.drain.budget_s,
         serve=serve,
+        loop_factory=new_event_loop,
     )
 
 
