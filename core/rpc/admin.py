@@ -4,16 +4,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
-from grpc import aio
 
 from core.errors import BadRequest
 from core.ids import Incarnation
 from core.lifecycle import State
-from core.rpc.channel import connect
+from core.rpc.channel import one_call
 from core.rpc.convert.request import state_from_text
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
-from core.rpc.status import from_status
 from tandem.v1 import admin_pb2 as pb
 from tandem.v1 import admin_pb2_grpc
 
@@ -90,14 +88,9 @@ class AdminClient:
 
     async def describe(self, address: str, timeout_s: float = 3.0) -> Description:
         """Ask what the process at `address` is."""
-        channel = await connect(address, timeout_s)
-        try:
+        async with one_call(address, timeout_s) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             reply = await stub.Describe(pb.DescribeRequest(), timeout=timeout_s, metadata=self._proof.metadata)
-        except aio.AioRpcError as error:
-            raise from_status(error, address) from error
-        finally:
-            await channel.close()
         return Description(
             name=reply.name,
             incarnation=Incarnation(reply.incarnation),
@@ -108,26 +101,16 @@ class AdminClient:
 
     async def drain(self, address: str, budget_s: float, timeout_s: float = 3.0) -> State:
         """Ask the process at `address` to leave within `budget_s`; returns once it has begun."""
-        channel = await connect(address, timeout_s)
-        try:
+        async with one_call(address, timeout_s) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             request = pb.DrainRequest(budget_s=budget_s)
             reply = await stub.Drain(request, timeout=timeout_s, metadata=self._proof.metadata)
-        except aio.AioRpcError as error:
-            raise from_status(error, address) from error
-        finally:
-            await channel.close()
         return state_from_text(reply.state)
 
     async def statistics(self, address: str, audit: bool = False, timeout_s: float = 10.0) -> Statistics:
         """Ask the process at `address` for its counters, and for an audit if asked."""
-        channel = await connect(address, timeout_s)
-        try:
+        async with one_call(address, timeout_s) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             request = pb.StatisticsRequest(audit=audit)
             reply = await stub.Statistics(request, timeout=timeout_s, metadata=self._proof.metadata)
-        except aio.AioRpcError as error:
-            raise from_status(error, address) from error
-        finally:
-            await channel.close()
         return Statistics(values=dict(reply.values), audit_findings=tuple(reply.audit_findings))

@@ -1,12 +1,14 @@
 """Client channels: options, fast failure, one connection per channel. Knows no service."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 
 import grpc
 from grpc import aio
 
 from core.errors import WorkerLost
+from core.rpc.status import from_status
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Bounds one message both ways: a 1M-token prompt is 4 MB, a snapshot of 1M pages 8 MB."""
@@ -62,6 +64,18 @@ async def connect(address: str, timeout_s: float) -> aio.Channel:
         await channel.close()
         raise WorkerLost(f"no connection to {address}: refused or unreachable")
     return channel
+
+
+@asynccontextmanager
+async def one_call(address: str, timeout_s: float) -> AsyncGenerator[aio.Channel]:
+    """Connect for the body's unary call and close again; the peer's error is raised as itself."""
+    channel = await connect(address, timeout_s)
+    try:
+        yield channel
+    except aio.AioRpcError as error:
+        raise from_status(error, address) from error
+    finally:
+        await channel.close()
 
 
 async def _is_connected(channel: aio.Channel) -> bool:

@@ -70,7 +70,7 @@ class Duplex(Generic[Out, In]):
                 if ACCEPTED_KEY not in metadata:
                     raise await self._end()
         except TimeoutError as error:
-            raise WorkerLost(f"{self.peer} did not accept the stream within {timeout_s:g} s") from error
+            raise WorkerLost(f"{self.peer} did not accept the stream in time") from error
         except aio.AioRpcError as error:
             raise from_status(error, self.peer) from error
         except asyncio.CancelledError:
@@ -96,6 +96,9 @@ class Duplex(Generic[Out, In]):
             raise WorkerLost(f"the stream to {self.peer} was closed here") from None
         if message is aio.EOF:
             raise await self._end()
+        if message is None:
+            # gRPC's way to say that it could not parse the bytes.
+            raise WorkerLost(f"{self.peer} sent bytes that are no message of ours")
         return cast("In", message)
 
     async def _end(self) -> TandemError:

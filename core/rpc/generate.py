@@ -150,17 +150,19 @@ class GenerateClient:
         self._proof = proof
 
     async def open(self, address: str, hello: StreamHello, timeout_s: float = 3.0) -> DecodeStream:
-        """Connect, send the hello and wait until the worker took it.
+        """Connect, send the hello and wait until the worker took it; `timeout_s` bounds all of it.
 
         Raises `WorkerLost` (unreachable, too slow, or another incarnation lives there), `Draining`, or
         `ConfigError` (the secrets differ).
         """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
         channel = await connect(address, timeout_s)
         call = generate_pb2_grpc.GenerateStub(channel).Connect(metadata=self._proof.metadata)
         duplex = Duplex(channel, call, f"decode worker {address}", OUTBOX_FRAMES)
         try:
             duplex.post(gateway_frame_to_proto(hello))
-            await duplex.accepted(timeout_s)
+            await duplex.accepted(max(0.0, give_up_at - loop.time()))
         except BaseException:
             await duplex.close(flush_s=0)
             raise

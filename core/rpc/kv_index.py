@@ -2,13 +2,10 @@
 
 from typing import Protocol
 
-from grpc import aio
-
-from core.rpc.channel import connect
+from core.rpc.channel import one_call
 from core.rpc.convert.worker import snapshot_from_proto, snapshot_to_proto
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
-from core.rpc.status import from_status
 from core.worker import KvSnapshot
 from tandem.v1 import membership_pb2 as pb
 from tandem.v1 import membership_pb2_grpc
@@ -41,12 +38,7 @@ class KvIndexClient:
 
     async def snapshot(self, address: str, timeout_s: float = 5.0) -> KvSnapshot:
         """Fetch a worker's snapshot. Raises `WorkerLost`, `DeadlineExceeded`, `ConfigError`."""
-        channel = await connect(address, timeout_s)
-        try:
+        async with one_call(address, timeout_s) as channel:
             stub = membership_pb2_grpc.KvIndexStub(channel)
             reply = await stub.Snapshot(pb.SnapshotRequest(), timeout=timeout_s, metadata=self._proof.metadata)
-        except aio.AioRpcError as error:
-            raise from_status(error, address) from error
-        finally:
-            await channel.close()
         return snapshot_from_proto(reply)

@@ -156,7 +156,9 @@ class MembershipClient:
         return pb.WorkerReport(heartbeat=pb.HeartbeatReport(load=load_to_proto(self._load())))
 
     def _welcomed(self, link: "_GatewayLink", welcome: Welcome) -> bool:
-        """Take in a gateway's answer; False if another address already leads to that very process."""
+        """Take in a gateway's answer; False if we are leaving, or another address leads to that very process."""
+        if self._is_leaving:
+            return False
         for other in self._links.values():
             if other is not link and other.welcome is not None and other.welcome.gateway == welcome.gateway:
                 return False
@@ -194,8 +196,12 @@ class _GatewayLink:
         self._last_logged = ""
 
     def post(self, report: pb.WorkerReport) -> None:
-        """Queue a report if registered; one that finds no room is lost, which receivers are made for."""
-        if self._duplex is None or self.welcome is None:
+        """Queue a report if a stream is open; one that finds no room is lost, which receivers are made for.
+
+        A report may go out before the welcome came in: the gateway reads it after the registration, and a snapshot
+        that it takes meanwhile leaves no gap.
+        """
+        if self._duplex is None:
             return
         try:
             self._duplex.post(report)
@@ -211,10 +217,10 @@ class _GatewayLink:
         duplex = Duplex(channel, call, f"gateway {self.address}", OUTBOX_REPORTS)
         try:
             duplex.post(pb.WorkerReport(register=registration_to_proto(self._registration)))
+            self._duplex = duplex
             welcome = await self._read_welcome(duplex)
             if not welcomed(self, welcome):
                 return
-            self._duplex, self.welcome = duplex, welcome
             self._begin(welcome)
             await self._follow(duplex, welcome.ttl_s, heartbeat)
         finally:
@@ -223,6 +229,7 @@ class _GatewayLink:
             await duplex.close(flush_s=0)
 
     def _begin(self, welcome: Welcome) -> None:
+        self.welcome = welcome
         self.last_seen = self._clock.now()
         self.refusal = None
         self.ended.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import uvloop
 
 from core.errors import BadRequest, ConfigError, Draining, TandemError, WorkerLost
 from core.ids import Handle
@@ -388,3 +389,31 @@ async def test_a_stopped_worker_process_is_noticed_by_keepalive(idle_s):
         await stream.close()
     finally:
         end(process)
+
+
+async def test_bytes_that_are_no_message_end_the_stream_and_not_the_server():
+    probe = GenerateProbe()
+    async with probe_server(probe) as address:
+        channel = await connect(address, 3.0)
+        raw = channel.stream_stream("/tandem.v1.Generate/Connect")(metadata=a_proof().metadata)
+        await raw.write(b"\xff\xff\xff")
+        async with asyncio.timeout(8):
+            assert await raw.code() is not grpc.StatusCode.OK
+        await channel.close()
+        assert probe.hellos == []
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        await stream.close()
+
+
+def test_the_stream_runs_on_uvloop():
+    async def main():
+        probe = GenerateProbe()
+        async with probe_server(probe) as address:
+            stream = await GenerateClient(a_proof()).open(address, a_hello())
+            send = await probe.send.get()
+            await send(StepFrame(sequence=1))
+            frame = await anext(stream.frames())
+            await stream.close()
+            return frame.sequence
+
+    assert uvloop.run(main()) == 1

@@ -256,3 +256,32 @@ async def test_closing_without_leaving_is_a_loss():
         await client.close()
         await service.until("lost")
     assert service.log[-1] == ("lost", Incarnation(INCARNATION))
+
+
+async def test_events_published_between_registration_and_welcome_are_not_lost():
+    """The gateway may take its snapshot before our welcome arrives: what happens after it must still be told."""
+
+    class Slow(RecordingMembership):
+        def joined(self, registration):
+            client.publish(batch(7))  # while the welcome is still on its way
+            return super().joined(registration)
+
+    service = Slow()
+    async with gateway(service) as address, worker(address) as client:
+        await service.until("events")
+    assert service.batches == [batch(7)]
+
+
+async def test_a_worker_that_is_leaving_joins_nobody_new():
+    class Late(RecordingMembership):
+        def joined(self, registration):
+            leaving.append(asyncio.ensure_future(client.leave("drained", timeout_s=1.0)))
+            return super().joined(registration)
+
+    leaving = []
+    service = Late()
+    async with gateway(service) as address, worker(address) as client:
+        await service.until("lost")
+        assert await leaving[0]
+        assert not client.holds_lease
+    assert service.count("joined") == 1
