@@ -24,7 +24,7 @@ from deploy.local.models import cache_directory, model_directory
 from deploy.local.spec import ClusterSpec
 from deploy.sweep import leftovers
 
-MAX_TOKENS = 48
+MAX_TOKENS = 64
 DOWN_BUDGET_S = 10.0
 LINE_CHARS = 100
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.models.builtin import prepare_builtin
-from tests.fakes.cluster import ROOT, complete, running_cluster
+from tests.fakes.live_cluster import ROOT, complete, running_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

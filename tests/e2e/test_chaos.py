@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.audit import findings
 from tests.fakes.chaos import Outcome, faults, storm, work
-from tests.fakes.cluster import running_cluster, wait_for
+from tests.fakes.live_cluster import running_cluster, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.fakes.cluster import ROOT
+from tests.fakes.live_cluster import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

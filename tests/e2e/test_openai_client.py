@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from tests.fakes.audit import held_pages
-from tests.fakes.cluster import running_cluster, wait_for
+from tests.fakes.live_cluster import running_cluster, wait_for
 from tests.fakes.truth import scripted_text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.fakes.chaos import faults, storm, work
-from tests.fakes.cluster import running_cluster
+from tests.fakes.live_cluster import running_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.fakes.audit import findings, statistics
-from tests.fakes.cluster import complete, running_cluster, stream_text, wait_for
+from tests.fakes.live_cluster import complete, running_cluster, stream_text, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
