@@ -105,13 +105,14 @@ class Planner:
         """Return the running rows that take part in the step, each with a slot for its token."""
         holdings, rows, size = self._holdings, self._holdings.rows, self._holdings.config.page_tokens
         ready = self._ready()
-        short = decode.needs_page(rows.scheduled[ready], rows.num_pages[ready], size)
-        if short.any():
-            self._end_outgrown(ready[short])
-            if self._relieve(now):
-                ready = self._ready()
-                short = decode.needs_page(rows.scheduled[ready], rows.num_pages[ready], size)
-            ready, short = self._give_pages(ready, short)
+        short = self._short(ready)
+        if len(short):
+            if bool((rows.num_pages[short] >= holdings.capacity.max_pages).any()) or not holdings.make_room(len(short)):
+                ready, short = self._under_pressure(short, now)
+            pages = holdings.pool.allocate_each(rows.seq[short])
+            assert pages is not None
+            rows.page_table[short, rows.num_pages[short]] = pages
+            rows.num_pages[short] += 1
         soon = decode.needs_page_soon(rows.scheduled[ready], rows.num_pages[ready], size, AHEAD_STEPS)
         if soon.any():
             holdings.make_room(int(np.count_nonzero(soon)))
@@ -122,21 +123,24 @@ class Planner:
         running = rows.in_state(RowState.RUNNING)
         return running[decode.can_step(rows.scheduled[running], rows.max_len[running])]
 
-    def _give_pages(self, ready: I64, short: npt.NDArray[np.bool_]) -> tuple[I64, npt.NDArray[np.bool_]]:
-        """Allocate one page for each short row, the oldest first; who gets none sits this step out."""
+    def _short(self, ready: I64) -> I64:
+        rows = self._holdings.rows
+        return ready[decode.needs_page(rows.scheduled[ready], rows.num_pages[ready], self._holdings.config.page_tokens)]
+
+    def _under_pressure(self, short: I64, now: float) -> tuple[I64, I64]:
+        """Pages do not suffice: end who outgrew the pool, retract, and let the youngest sit the step out.
+
+        Returns the rows that take part, and those of them that get a page, which is free.
+        """
         holdings, rows = self._holdings, self._holdings.rows
-        growing = ready[short]
+        self._end_outgrown(short)
+        self._relieve(now)
+        ready = self._ready()
+        short = self._short(ready)
+        growing = short[rows.num_pages[short] < holdings.capacity.max_pages]
         if not holdings.make_room(len(growing)):
             growing = growing[np.argsort(rows.seq[growing])][: holdings.pool.num_free]
-            waits = short.copy()
-            waits[np.isin(ready, growing)] = False
-            ready, short = ready[~waits], short[~waits]
-        if len(growing):
-            pages = holdings.pool.allocate_each(rows.seq[growing])
-            assert pages is not None
-            rows.page_table[growing, rows.num_pages[growing]] = pages
-            rows.num_pages[growing] += 1
-        return ready, short
+        return ready[~np.isin(ready, short) | np.isin(ready, growing)], growing
 
     def _end_outgrown(self, short: I64) -> None:
         """End rows that hold every page there is and need one more; their output is kept."""
@@ -149,18 +153,15 @@ class Planner:
                 error = ContextExceeded(f"the sequence outgrew the page pool of {limit} tokens; its output is kept")
                 self._departures.fail(self._sequence(row), error)
 
-    def _relieve(self, now: float) -> bool:
+    def _relieve(self, now: float) -> None:
         """Retract until the rows that need a page can get one, now or when launched steps retire."""
-        holdings, rows, size = self._holdings, self._holdings.rows, self._holdings.config.page_tokens
-        changed = False
+        holdings, rows = self._holdings, self._holdings.rows
         while True:
-            ready = self._ready()
-            short = decode.needs_page(rows.scheduled[ready], rows.num_pages[ready], size)
-            short &= rows.num_pages[ready] < holdings.capacity.max_pages
+            short = self._short(self._ready())
+            growing = int(np.count_nonzero(rows.num_pages[short] < holdings.capacity.max_pages))
             coming = holdings.num_free_or_evictable + holdings.pool.num_fenced
-            if int(np.count_nonzero(short)) <= coming or not self._retract_one(now, keep=1):
-                return changed
-            changed = True
+            if growing <= coming or not self._retract_one(now, keep=1):
+                return
 
     # Prefill.
 
