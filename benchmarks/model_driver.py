@@ -1,5 +1,7 @@
 """Feeds token chunks straight to a model's forward, without engine, scheduler or sampler: for measurements and checks."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -58,7 +60,14 @@ class ModelDriver:
 
     def step(self, chunks: dict[int, list[int]]) -> torch.Tensor:
         """Run one step: row -> its next tokens. Returns logits [rows, vocab] after each row's last token."""
+        return self._run(self.batch(chunks), chunks)
+
+    def every_logit(self, chunks: dict[int, list[int]]) -> torch.Tensor:
+        """Run one step and return logits [tokens, vocab] after every query token."""
         batch = self.batch(chunks)
+        return self._run(replace(batch, sample_at=torch.arange(len(batch.token_ids))), chunks)
+
+    def _run(self, batch: ForwardBatch, chunks: dict[int, list[int]]) -> torch.Tensor:
         with torch.inference_mode():
             logits = self.model.forward(batch, self.kv)
         for row, tokens in chunks.items():

@@ -14,6 +14,8 @@ from engine.models.model import Model
 _LOADERS = {
     "ScriptedForTandem": "engine.models.scripted",
     "LlamaForCausalLM": "engine.models.llama",
+    "MistralForCausalLM": "engine.models.llama",
+    "Qwen2ForCausalLM": "engine.models.llama",
 }
 """Architecture name of config.json -> module with `load(directory, config, manifest, name, dtype) -> Model`."""
 
