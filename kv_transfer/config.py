@@ -59,7 +59,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How many hand-overs may read their row state at once."""
 
     quarantine_pages: Annotated[int, Meta(ge=1)] = 256
-    """More pages than this without proof: the transport is destroyed and opened again, which is the proof."""
+    """More pages than this without proof after the grace: the transport is destroyed and opened again, as the proof."""
+    quarantine_grace_s: Seconds = 2.0
+    """A cancelled read is usually proven over within one step; only then is it worth a fence."""
     quarantine_age_s: Seconds = 60.0
     """As above, for the oldest such page."""
     breaker_failures: Annotated[int, Meta(ge=1)] = 3

@@ -18,14 +18,19 @@ BACKENDS: Mapping[str, str] = {
 }
 
 
+def check_transports(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that no backend has: asked at start, long before the first transport is opened."""
+    for name in names:
+        if name != "auto" and name not in BACKENDS:
+            raise ConfigError(f"there is no KV transport {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
+
+
 def open_transport(
     name: str, settings: TransportSettings, guard: SourceGuard | None, clock: Clock, on_event: Callable[[], None]
 ) -> Transport:
     """Open a transport by name; raises ConfigError for an unknown name or a backend that cannot work here."""
-    path = BACKENDS.get(name)
-    if path is None:
-        raise ConfigError(f"there is no KV transport {name!r}; choose from auto, {', '.join(sorted(BACKENDS))}")
-    return importlib.import_module(path).open_transport(settings, guard, clock, on_event)
+    check_transports((name,))
+    return importlib.import_module(BACKENDS[name]).open_transport(settings, guard, clock, on_event)
 
 
 class TransportFactory:

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
 
 from core.errors import Aborted, ChecksumMismatch, DeadlineExceeded, TandemError, TransferFailed, WorkerLost
 from core.handover import ChunkReady, Final, FromD, Release
@@ -143,8 +142,10 @@ class Pull:
             self.parts.staging.release(self.slot)
         self.num_unproven = len(open_groups)
         if not transfer.machine.ended:
+            # Committed, then cancelled before anybody heard of it: nothing is open then.
             transfer.machine.move(TransferEvent.DROPPED if open_groups else TransferEvent.PROVEN)
-        self.parts.host.drop(self.seq, tuple(page for group in open_groups for page in group.pages))
+        open_pages = [page for group in open_groups if group is not self.row_group for page in group.pages]
+        self.parts.host.drop(self.seq, tuple(open_pages))
 
     async def _prepare(self) -> None:
         config, transfer = self.parts.config, self.transfer
@@ -168,8 +169,7 @@ class Pull:
         pages = await parts.host.land(self.seq, chunk.start, chunk.end)
         transfer.check()
         assert transfer.lease is not None
-        release = partial(self._proven, partial(parts.host.prove, pages))
-        group = ReadGroup(transfer.id, transfer.lease, pages, release, transfer.fail)
+        group = ReadGroup(transfer.id, transfer.lease, pages, parts.host, transfer.fail, self._proven)
         self.chunks.append(_Landed(chunk, pages, group))
         self.covered = chunk.end
         records = plan_pages(
@@ -188,8 +188,7 @@ class Pull:
         records = plan_rows(
             self.session.source.layout, staging.layout, final.row, self.slot, self.parts.config.max_run_bytes
         )
-        release = partial(self._proven, partial(staging.release, self.slot))
-        self.row_group = ReadGroup(transfer.id, transfer.lease, (), release, transfer.fail)
+        self.row_group = ReadGroup(transfer.id, transfer.lease, (self.slot,), staging, transfer.fail, self._proven)
         await self.session.reader.post(self.session.peer, records, self.row_group)
 
     async def _release(self) -> None:
@@ -241,11 +240,10 @@ class Pull:
             if found != final.row_digests:
                 raise ChecksumMismatch("the row state differs from what was announced")
 
-    def _proven(self, give_back: Callable[[], None]) -> None:
-        """The quarantine has the proof for one group of a pull that was let go."""
-        give_back()
+    def _proven(self) -> None:
+        """The quarantine gave back one group of a pull that was let go."""
         self.num_unproven -= 1
-        if not self.num_unproven and not self.transfer.machine.ended:
+        if not self.num_unproven:
             self.transfer.machine.move(TransferEvent.PROVEN)
 
     def _groups(self) -> list[ReadGroup]:

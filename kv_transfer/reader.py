@@ -1,6 +1,6 @@
 """Reads over one transport, on the event loop: bounded in bytes, watched for progress, quarantined without proof.
 
-Knows no messages and no pages' owners: a group of operations belongs to some memory that `release` gives back.
+Knows no messages; the memory of a group of operations has an owner who gets it back by proof only.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.clock import Clock
-from core.errors import NoCapacity, TandemError, TransferFailed
+from core.errors import Aborted, NoCapacity, TandemError, TransferFailed
 from core.ids import LeaseId, TransferId
 from kv_transfer.api import MemoryRegion, Op, OpState, Peer, Records, SupportsCancel, TransportOpener
 from kv_transfer.config import TransferConfig
 from kv_transfer.plan import split
-from kv_transfer.quarantine import Quarantine
+from kv_transfer.quarantine import Held, MemoryOwner, Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,10 @@ class ReadGroup:
     transfer: TransferId
     lease: LeaseId
     pages: tuple[int, ...]
-    release: Callable[[], None]
-    """Gives the memory back to its owner; called by the quarantine only, after proof."""
+    owner: MemoryOwner
     on_failure: Callable[[TandemError], None]
+    on_proven: Callable[[], None]
+    """Called after the quarantine gave the pages of an abandoned group back."""
     ops: list[Op] = field(default_factory=list)
     open_ops: int = 0
     nbytes: int = 0
@@ -111,7 +112,15 @@ class Reader:
             for op in group.ops:
                 if not self.transport.quiesced(op):
                     self.transport.cancel(op)
-        self.quarantine.hold(group.ops, len(group.pages), group.release, self._clock.now())
+        self.quarantine.hold(
+            Held(
+                ops=tuple(group.ops),
+                pages=group.pages,
+                owner=group.owner,
+                since=self._clock.now(),
+                on_proven=group.on_proven,
+            )
+        )
         return True
 
     def tick(self) -> bool:
@@ -122,7 +131,7 @@ class Reader:
             self._watch(flow, now)
         return (
             self._post_broke
-            or self.quarantine.num_pages > self._config.quarantine_pages
+            or self.quarantine.num_pages_since(now - self._config.quarantine_grace_s) > self._config.quarantine_pages
             or self.quarantine.oldest_s(now) > self._config.quarantine_age_s
         )
 
@@ -134,7 +143,7 @@ class Reader:
                 group.on_failure(TransferFailed(f"the {self.name} transport was destroyed"))
         await asyncio.to_thread(self.transport.destroy)
         self._collect()
-        self.quarantine.sweep(self.transport.quiesced)
+        self.quarantine.sweep(self.transport)
         self._wake_posters()
 
     async def _post_one(self, peer: Peer, part: Records, group: ReadGroup) -> None:
@@ -203,7 +212,7 @@ class Reader:
             if not group.open_ops:
                 group.done.set()
         self._flows = {peer: flow for peer, flow in self._flows.items() if flow.ops}
-        self.quarantine.sweep(self.transport.quiesced)
+        self.quarantine.sweep(self.transport)
         self._wake_posters()
 
     def _wake_posters(self) -> None:
@@ -221,4 +230,6 @@ class Reader:
 
 
 def _as_failure(error: Exception | None) -> TandemError:
-    return error if isinstance(error, TandemError) else TransferFailed(f"a read failed: {error}")
+    if isinstance(error, TandemError) and not isinstance(error, Aborted):
+        return error
+    return TransferFailed(f"a read failed: {error}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.clock import Clock
-from core.errors import Aborted, DeadlineExceeded, NoCapacity, TandemError, TransferFailed
+from core.errors import Aborted, NoCapacity, TandemError, TransferFailed
 from core.ids import LeaseId
 from kv_transfer.api import Op, Records
 from kv_transfer.backends.ledger import OpLedger
@@ -30,11 +30,11 @@ class Job:
     cancelled: bool = False
 
     def check(self, clock: Clock) -> None:
-        """Raise `Aborted` if cancelled, `DeadlineExceeded` if late."""
+        """Raise `Aborted` if cancelled, `TransferFailed` if late (the request itself may still have time)."""
         if self.cancelled:
             raise Aborted("the read was cancelled")
         if clock.now() >= self.deadline:
-            raise DeadlineExceeded("the read did not finish in time")
+            raise TransferFailed("the read did not finish in time")
 
 
 class Lane:

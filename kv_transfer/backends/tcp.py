@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from core.clock import Clock
-from core.errors import Aborted, DeadlineExceeded, LeaseLost, TandemError, TransferFailed
+from core.errors import Aborted, LeaseLost, TandemError, TransferFailed
 from kv_transfer.api import Capabilities, PeerInfo, Records, SourceGuard
 from kv_transfer.backends.lane import Job
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
@@ -112,7 +112,7 @@ class TcpPeer(LanePeer):
                 return _conclude(status, landing)
             try:
                 job.check(self.shared.clock)
-            except (Aborted, DeadlineExceeded) as error:
+            except TandemError as error:
                 self._drain(connection, job, nbytes, error)
                 return None
 
