@@ -14,6 +14,7 @@ from core.clock import Clock
 from core.config import native_environment, to_toml
 from core.errors import ConfigError, DeadlineExceeded
 from deploy.local.restart import after_exit
+from deploy.local.probe import answers_ok
 from deploy.local.slot import Slot, SlotState, first_sentence
 from deploy.local.spec import (
     ClusterSpec,
@@ -170,7 +171,7 @@ class Launcher:
 
     async def _wait_ready(self, slot: Slot, report: Report) -> None:
         deadline = self._clock.now() + START_TIMEOUT_S
-        while not slot.poll_ready():
+        while not (slot.poll_ready() and await self._is_registered(slot)):
             if slot.state in {SlotState.HELD, SlotState.GONE, SlotState.BACKOFF}:
                 tail = slot.log_tail()
                 raise ConfigError(f"{slot.id} did not start: {first_sentence(tail)} (log: {slot.log_path})")
@@ -178,6 +179,10 @@ class Launcher:
                 raise DeadlineExceeded(f"{slot.id} was not ready after {START_TIMEOUT_S:.0f} s (log: {slot.log_path})")
             await asyncio.sleep(READY_POLL_S)
         report(f"{slot.id}: ready after {self._clock.now() - slot.started_at:.1f} s")
+
+    async def _is_registered(self, slot: Slot) -> bool:
+        """True once a worker also holds a gateway's lease: before that no request can reach it."""
+        return slot.role == "gateway" or await asyncio.to_thread(answers_ok, str(slot.facts["http_address"]), "/readyz")
 
     async def _wait_gone(self, slot: Slot, budget_s: float) -> None:
         if slot.process is None:
