@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, cast
 
 import uvicorn
 
 from core.errors import ConfigError
-from gateway.http.asgi import Api
+from gateway.http.client import Receive, Scope, Send
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -24,10 +24,13 @@ class _Server(uvicorn.Server):
         yield
 
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
 class HttpServer:
     """Serves one application on one socket in the running event loop."""
 
-    def __init__(self, api: Api, host: str, port: int) -> None:
+    def __init__(self, api: Application, host: str, port: int) -> None:
         """`port` 0 lets the system choose."""
         self._api = api
         self._host = host

@@ -39,6 +39,9 @@ class Call:
         await self.reads.wait()
         if not self.gone.is_set():
             self.messages.append(dict(message))
+        if self.is_complete:
+            # As servers do: after the last byte `receive` tells of a disconnect.
+            self.gone.set()
         async with self.sent:
             self.sent.notify_all()
 

@@ -72,6 +72,8 @@ class ScriptedGenerator:
         self.aborted = asyncio.Event()
         """Set when an iterator is closed before its last delta."""
         self._opened = asyncio.Event()
+        self._streams: list[AsyncIterator[Delta]] = []
+        """Kept alive, so that only an explicit close ends them, not the garbage collector."""
 
     def models(self) -> tuple[ServedModel, ...]:
         return self.served
@@ -82,7 +84,12 @@ class ScriptedGenerator:
             self._opened.clear()
             await self._opened.wait()
 
-    async def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
+    def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
+        stream = self._play(prompt)
+        self._streams.append(stream)
+        return stream
+
+    async def _play(self, prompt: Prompt) -> AsyncIterator[Delta]:
         self.prompts.append(prompt)
         self.num_open += 1
         self._opened.set()

@@ -64,6 +64,17 @@ async def test_a_completed_stop_string_closes_the_generator_and_meters_the_surpl
     assert f"tandem_http_surplus_tokens_total {len(ids) - counted}.0" in metrics.render().decode()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_the_end_of_an_answer_is_not_taken_for_a_client_that_left(
+    tokenizer: Tokenizer, num_choices: int, stream: bool
+):
+    api, metrics = build_api(speaker(tokenizer), tokenizer)
+    call = await post(CHAT, {**BODY, "n": num_choices, "stream": stream}).run(api)
+    assert call.gone.is_set()
+    assert f'tandem_http_requests_total{{route="{CHAT}",status="200"}} 1.0' in metrics.render().decode()
+
+
 async def test_a_failing_sample_ends_the_others(tokenizer: Tokenizer):
     def script(prompt):
         if prompt.sampling.sample_index == 1:

@@ -1,0 +1,290 @@
+"""Streamed tokens per CPU-second of the gateway's HTTP and text part, against a generator that ticks like an engine.
+
+Server and client are separate processes on real sockets; only the server's CPU time counts. The generator hands one
+token to every open stream each step; what it costs by itself is measured too (`source only`) and stated beside the
+figures, not subtracted. Required (architecture A17, with full parsing): 75,000 at 256 streams, 55,000 at 64.
+Run: `python -m benchmarks.gateway_stream [--record] [--seconds S] [--runs N]`.
+"""
+
+import argparse
+import asyncio
+import json
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from benchmarks.record import write_record
+from core.clock import SystemClock
+from core.ids import RequestId
+from core.request import SamplingParams, StopRules
+from gateway.generation import Delta, Prompt, ServedModel
+from gateway.http.asgi import Api, build_asgi
+from gateway.http.client import Receive, Scope, Send
+from gateway.http.config import ApiConfig
+from gateway.http.metrics import HttpMetrics
+from gateway.http.server import HttpServer
+from gateway.text.tokenizer import Tokenizer
+from tests.fakes.tokenizer import build_tokenizer
+
+STEP_S = 0.010
+REQUIRED = {64: 55_000, 256: 75_000}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hello there"}],
+    "stream": True,
+    "max_completion_tokens": 100_000_000,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "chat": CHAT,
+    "chat, 4 stop strings, usage": {
+        **CHAT,
+        "stop": ["\n\n\n", "<end>", "zzzz", "User:"],
+        "stream_options": {"include_usage": True},
+    },
+    "chat, continuous usage": {**CHAT, "stream_options": {"continuous_usage_stats": True}},
+}
+
+
+class TickingGenerator:
+    """One delta of one token per open stream and step."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self._deltas = [Delta(token_ids=(token,)) for token in tokens]
+        self._waiting: list[asyncio.Future[int]] = []
+        self._step = 0
+        self.num_tokens = 0
+        self.num_behind = 0
+        """Steps that found a stream still busy with an earlier one."""
+        self._num_streams = 0
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return (ServedModel(name="tiny", max_tokens_total=2**30, vocab_size=400, eos_token_ids=(2,)),)
+
+    async def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
+        loop = asyncio.get_running_loop()
+        deltas = self._deltas
+        number = prompt.sampling.seed % len(deltas)
+        self._num_streams += 1
+        try:
+            while True:
+                future: asyncio.Future[int] = loop.create_future()
+                self._waiting.append(future)
+                step = await future
+                self.num_tokens += 1
+                yield deltas[(number + step) % len(deltas)]
+        finally:
+            self._num_streams -= 1
+
+    async def tick(self) -> None:
+        """Release one token to every waiting stream, each step."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + STEP_S, loop.time())
+            await asyncio.sleep(due - loop.time())
+            self._step += 1
+            waiting, self._waiting = self._waiting, []
+            self.num_behind += self._num_streams - len(waiting)
+            for future in waiting:
+                if not future.done():
+                    future.set_result(self._step)
+
+
+class Measured:
+    """The application with one route more, which tells the CPU time used."""
+
+    def __init__(self, api: Api, generator: TickingGenerator) -> None:
+        self._api = api
+        self._generator = generator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/_cpu":
+            await self._api(scope, receive, send)
+            return
+        generator = self._generator
+        body = json.dumps([time.process_time(), generator.num_tokens, generator.num_behind]).encode()
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+
+def example_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """English text with a few characters that span tokens."""
+    return tokenizer.encode_prompt("The quick brown fox jumps over the lazy dog, said 你好 the end. " * 8)
+
+
+async def serve(directory: Path) -> None:
+    """Serve until stdin closes; prints the port."""
+    tokenizer = build_tokenizer(directory)
+    generator = TickingGenerator(example_tokens(tokenizer))
+    api = build_asgi(
+        generator,
+        tokenizer,
+        ApiConfig(),
+        clock=SystemClock(),
+        metrics=HttpMetrics(CollectorRegistry()),
+        is_ready=lambda: True,
+        unix_time=lambda: 0.0,
+    )
+    server = HttpServer(Measured(api, generator), "127.0.0.1", 0)
+    await server.start()
+    ticking = asyncio.create_task(generator.tick())
+    print(server.port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    ticking.cancel()
+    await server.drain(1.0)
+
+
+async def source_only(directory: Path, num_streams: int, seconds: float) -> float:
+    """Tokens per CPU-second of the generator with consumers that do nothing."""
+    generator = TickingGenerator(example_tokens(build_tokenizer(directory)))
+
+    async def consume(number: int) -> None:
+        prompt = Prompt(
+            request_id=RequestId(""),
+            model="",
+            token_ids=(1,),
+            sampling=SamplingParams(seed=number),
+            stop=StopRules(max_tokens=1),
+            timeout_s=1,
+        )
+        async for _ in generator.generate(prompt):
+            pass
+
+    tasks = [asyncio.create_task(consume(n)) for n in range(num_streams)]
+    tasks.append(asyncio.create_task(generator.tick()))
+    await asyncio.sleep(0.2)
+    start, tokens = time.process_time(), generator.num_tokens
+    await asyncio.sleep(seconds)
+    rate = (generator.num_tokens - tokens) / (time.process_time() - start)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return rate
+
+
+def read_cpu(port: int) -> tuple[float, int, int]:
+    """Ask the server for (CPU seconds, tokens, times a stream was behind)."""
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(b"GET /_cpu HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = b""
+        while part := link.recv(4096):
+            answer += part
+    cpu, tokens, behind = json.loads(answer.split(b"\r\n\r\n", 1)[1])
+    return cpu, tokens, behind
+
+
+class Streams:
+    """Many open streams in this process, read and counted as cheaply as possible."""
+
+    def __init__(self, port: int, payload: dict[str, Any], num_streams: int) -> None:
+        self._poll = select.epoll()
+        self._links: dict[int, socket.socket] = {}
+        self.num_bytes = 0
+        self.num_events = 0
+        for number in range(num_streams):
+            body = json.dumps({**payload, "seed": number}).encode()
+            link = socket.create_connection(("127.0.0.1", port))
+            link.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            link.setblocking(False)
+            self._links[link.fileno()] = link
+            self._poll.register(link.fileno(), select.EPOLLIN)
+
+    def read_for(self, seconds: float) -> None:
+        """Take what comes for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            for number, _ in self._poll.poll(min(left, 0.05)):
+                data = self._links[number].recv(1 << 16)
+                self.num_bytes += len(data)
+                self.num_events += data.count(b"data: ")
+
+    def close(self) -> None:
+        """Leave all streams."""
+        for link in self._links.values():
+            link.close()
+        self._poll.close()
+
+
+def measure(port: int, payload: dict[str, Any], num_streams: int, seconds: float) -> dict[str, float]:
+    """One run: open, warm up, measure, leave."""
+    _, tokens_open, _ = read_cpu(port)
+    streams = Streams(port, payload, num_streams)
+    try:
+        streams.read_for(1.0)
+        cpu, tokens, behind = read_cpu(port)
+        seen_bytes = streams.num_bytes
+        streams.read_for(seconds)
+        cpu_end, tokens_end, behind_end = read_cpu(port)
+    finally:
+        streams.close()
+    num_tokens = tokens_end - tokens
+    # What the client got must be what the server counts: an event a token, but for split characters and the last steps.
+    share = streams.num_events / (tokens_end - tokens_open)
+    assert 0.85 < share < 1.1, f"{share:.2f} events a token"
+    return {
+        "tokens_per_cpu_s": num_tokens / (cpu_end - cpu),
+        "tokens_per_s": num_tokens / seconds,
+        "cpu_share": (cpu_end - cpu) / seconds,
+        "bytes_per_token": (streams.num_bytes - seen_bytes) / num_tokens,
+        "behind_share": (behind_end - behind) / max(1, num_tokens),
+    }
+
+
+def main() -> None:
+    """Measure all cases at both stream counts, interleaved, and print (or record) the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", type=Path)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve(arguments.serve))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        results: dict[str, Any] = {}
+        for num_streams in REQUIRED:
+            rate = uvloop.run(source_only(Path(directory), num_streams, 1.0))
+            results[f"source only, {num_streams} streams"] = {"tokens_per_cpu_s": rate}
+        command = [sys.executable, "-m", "benchmarks.gateway_stream", "--serve", directory]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            port = int(server.stdout.readline())
+            runs: dict[str, list[dict[str, float]]] = {}
+            for _ in range(arguments.runs):
+                for case, payload in CASES.items():
+                    for num_streams in REQUIRED:
+                        key = f"{case}, {num_streams} streams"
+                        runs.setdefault(key, []).append(measure(port, payload, num_streams, arguments.seconds))
+        finally:
+            server.stdin.close()
+            server.wait(10)
+    for key, rows in runs.items():
+        medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        rates = [row["tokens_per_cpu_s"] for row in rows]
+        results[key] = {**medians, "min": min(rates), "max": max(rates), "runs": len(rows)}
+    for key, row in results.items():
+        print(f"{key:48s}", "  ".join(f"{name} {value:,.2f}" for name, value in row.items()))
+    if arguments.record:
+        note = f"required (A17): {REQUIRED}; step {STEP_S * 1000:.0f} ms; medians of interleaved runs, shared machine"
+        print(write_record("gateway_stream", results, note=note))
+
+
+if __name__ == "__main__":
+    main()
