@@ -13,8 +13,8 @@ from pathlib import Path
 from core.clock import Clock
 from core.config import native_environment, to_toml
 from core.errors import ConfigError, DeadlineExceeded
-from deploy.local.restart import after_exit
 from deploy.local.probe import answers_ok
+from deploy.local.restart import after_exit
 from deploy.local.slot import Slot, SlotState, first_sentence
 from deploy.local.spec import (
     ClusterSpec,
