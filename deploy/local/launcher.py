@@ -124,6 +124,8 @@ class Launcher:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        for slot in list(self._slots.values()):
+            self._forget(slot)
         sweep_stale_segments(str(SHARED_MEMORY))
 
     # --- processes ----------------------------------------------------------------------------------------------

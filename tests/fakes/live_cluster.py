@@ -100,7 +100,7 @@ def running_cluster(tmp_path: Path, *flags: str, model: str = "scripted"):
             process.kill()
             raise
     assert process.returncode == 0, log.read_text()
-    assert leftovers(cluster) == []
+    assert leftovers(cluster) == [], f"left in the run directory: {leftovers(cluster)}"
 
 
 def leftovers(cluster: Cluster) -> list[str]:
