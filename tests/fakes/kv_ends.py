@@ -1,0 +1,147 @@
+"""Two ends of one transport, as the contract suite drives them: a leased source and a reader with memory to land in."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.clock import Clock, SystemClock
+from core.ids import Incarnation, LeaseId, TransferId, fresh_incarnation
+from core.kv import Component, ComponentKind, KVLayout
+from kv_transfer.api import Op, OpState, Peer, Records, Transport
+from kv_transfer.config import TransferConfig
+from kv_transfer.exchange import Exchange
+from kv_transfer.factory import TransportFactory
+from kv_transfer.lease import LeaseTable
+from kv_transfer.memory import RegionMemory, allocate, region_view
+from kv_transfer.settings import TransportSettings
+
+FOREVER = 1e9
+
+
+def flat_layout(num_pages: int, page_bytes: int) -> KVLayout:
+    """One paged component that fills region 0."""
+    page = Component(
+        name="kv",
+        kind=ComponentKind.PAGED,
+        record_bytes=page_bytes,
+        num_records=num_pages,
+        stride_bytes=page_bytes,
+        capacity_tokens=16,
+    )
+    return KVLayout(page_tokens=16, components=(page,))
+
+
+def copies(source: list[int], target: list[int], nbytes: list[int], regions: tuple[int, int] = (0, 0)) -> Records:
+    return Records(*regions, *(np.array(column, np.int64).reshape(-1) for column in (source, target, nbytes)))
+
+
+@dataclass
+class SourceEnd:
+    """Exports `memory` under `leases`."""
+
+    transport: Transport
+    memory: RegionMemory
+    leases: LeaseTable
+    incarnation: Incarnation
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return region_view(self.memory.regions[0])
+
+    def lease(self, pages: range | list[int], ttl_s: float = FOREVER) -> LeaseId:
+        lease, _ = self.leases.grant(fresh_incarnation(), TransferId("t"), ttl_s)
+        assert self.leases.extend(lease, list(pages))
+        return lease
+
+
+@dataclass
+class TargetEnd:
+    """Reads into `memory`."""
+
+    transport: Transport
+    memory: RegionMemory
+    news: threading.Event
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return region_view(self.memory.regions[0])
+
+    def read(self, peer: Peer, records: Records, lease: LeaseId, deadline: float = FOREVER) -> Op:
+        return self.transport.submit(peer, records, TransferId("t"), lease, deadline)
+
+    def wait(self, *ops: Op, timeout_s: float = 10.0) -> None:
+        """Until all are proven over; by events, as a user of the transport waits."""
+        end = time.monotonic() + timeout_s
+        while not all(self.transport.quiesced(op) for op in ops):
+            assert self.news.wait(max(0.0, end - time.monotonic())), "the operation did not end in time"
+            self.news.clear()
+            self.transport.poll()
+
+
+class Ends:
+    """Makes ends of one transport; closes what it made."""
+
+    def __init__(self, name: str, directory: str, *, config: TransferConfig | None = None, clock: Clock | None = None):
+        self.name = name
+        self.directory = directory
+        self.exchange = Exchange()
+        self.config = config or TransferConfig(segment_directory=directory, progress_timeout_s=2.0)
+        self.clock = clock or SystemClock()
+        self._close = []
+
+    def source(self, num_pages: int = 64, page_bytes: int = 4096, seed: int = 1) -> SourceEnd:
+        incarnation = fresh_incarnation()
+        memory = allocate([num_pages * page_bytes], incarnation=incarnation, directory=self.directory)
+        region_view(memory.regions[0])[:] = np.random.default_rng(seed).integers(
+            0, 256, num_pages * page_bytes, dtype=np.uint8
+        )
+        leases = LeaseTable(
+            layout=flat_layout(num_pages, page_bytes), clock=self.clock, max_per_peer=1000, orphan_ttl_s=FOREVER
+        )
+        transport = self._open(incarnation, memory, leases)
+        self._close += [transport.destroy, memory.close]
+        return SourceEnd(transport, memory, leases, incarnation)
+
+    def target(self, nbytes: int = 64 * 4096) -> TargetEnd:
+        memory = allocate([nbytes], incarnation=fresh_incarnation())
+        news = threading.Event()
+        transport = self._open(fresh_incarnation(), memory, None, news)
+        self._close += [transport.destroy, memory.close]
+        return TargetEnd(transport, memory, news)
+
+    def connected(self, **sizes: int) -> tuple[SourceEnd, TargetEnd, Peer]:
+        source = self.source(**sizes)
+        target = self.target(len(source.bytes))
+        return source, target, target.transport.connect(source.transport.export(), 5.0)
+
+    def close(self) -> None:
+        for end in self._close:
+            end()
+
+    def _open(
+        self,
+        incarnation: Incarnation,
+        memory: RegionMemory,
+        leases: LeaseTable | None,
+        news: threading.Event | None = None,
+    ) -> Transport:
+        settings = TransportSettings(incarnation, self.config, self.exchange)
+        on_event = news.set if news is not None else (lambda: None)
+        return TransportFactory(settings, memory.regions, self.clock).open(self.name, leases, on_event)
+
+
+@contextmanager
+def open_ends(name: str, directory: str, **options) -> Iterator[Ends]:
+    ends = Ends(name, directory, **options)
+    try:
+        yield ends
+    finally:
+        ends.close()
+
+
+def failed(op: Op) -> bool:
+    return op.state is OpState.FAILED and op.error is not None
