@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from core.clock import Clock
+from core.log import log_context
+from core.metrics import CONTENT_TYPE
 from gateway.generation import Generator
 from gateway.http.answer import AnswerFormat
 from gateway.http.chat import ChatFormat
@@ -18,15 +20,13 @@ from gateway.http.errors import Headers, HttpFault, describe
 from gateway.http.exchange import Exchange
 from gateway.http.headers import RequestHints, ignored_fields, read_hints
 from gateway.http.intake import Accepted, Intake
-from gateway.http.metrics import CONTENT_TYPE, HttpMetrics
-from gateway.http.schema import Body, ChatBody, CompletionBody, decode_body
+from gateway.http.metrics import CHAT, COMPLETIONS, HttpMetrics
+from gateway.http.schema import Body, BodyType, ChatBody, CompletionBody, decode_body
 from gateway.http.sse import json_bytes
 from gateway.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 _JSON = (b"content-type", b"application/json")
 _TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
@@ -97,7 +97,8 @@ class Api:
         except Exception as error:  # noqa: BLE001  (the top of a request: everything becomes an answer)
             status, headers, body = describe(error)
             if status == 500:
-                _log.exception("request to %s failed", route)
+                with log_context(request_id=client.request_id):
+                    _log.exception("request to %s failed", route)
             if not client.status:
                 await client.answer(status, [_JSON, *headers, *_echo_id(scope)], body)
         finally:
@@ -125,7 +126,7 @@ class Api:
         await client.answer(200 if ready else 503, [_TEXT], b"ready\n" if ready else b"not ready\n")
 
     async def _render_metrics(self, _scope: Scope, _receive: Receive, client: Client) -> None:
-        await client.answer(200, [(b"content-type", CONTENT_TYPE)], self._metrics.render())
+        await client.answer(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
 
     async def _models(self, _scope: Scope, _receive: Receive, client: Client) -> None:
         data = [
@@ -141,12 +142,7 @@ class Api:
         await client.answer(200, [_JSON], json_bytes({"object": "list", "data": data}))
 
     async def _chat(self, scope: Scope, receive: Receive, client: Client) -> None:
-        started_at = self._clock.now()
-        hints, raw = await self._read(scope, receive)
-        decoded = decode_body(raw, ChatBody)
-        body = decoded.body
-
-        def form(accepted: Accepted) -> AnswerFormat:
+        def form(accepted: Accepted, body: ChatBody) -> AnswerFormat:
             include_usage, continuous = _usage_options(body)
             return ChatFormat(
                 answer_id=accepted.request_id,
@@ -159,19 +155,10 @@ class Api:
                 with_logprobs=accepted.with_logprobs,
             )
 
-        async with self._watched(receive, client):
-            accepted = await self._intake.accept_chat(body, hints)
-            headers = self._answer_headers(hints, accepted, decoded.ignored)
-            exchange = Exchange(accepted, form(accepted), client, self._clock, headers)
-            await self._generate(exchange, CHAT, started_at, stream=bool(body.stream))
+        await self._answer(CHAT, ChatBody, self._intake.accept_chat, form, scope, receive, client)
 
     async def _completions(self, scope: Scope, receive: Receive, client: Client) -> None:
-        started_at = self._clock.now()
-        hints, raw = await self._read(scope, receive)
-        decoded = decode_body(raw, CompletionBody)
-        body = decoded.body
-
-        def form(accepted: Accepted) -> AnswerFormat:
+        def form(accepted: Accepted, body: CompletionBody) -> AnswerFormat:
             include_usage, continuous = _usage_options(body)
             return CompletionFormat(
                 answer_id=accepted.request_id,
@@ -184,14 +171,28 @@ class Api:
                 with_logprobs=accepted.with_logprobs,
             )
 
-        async with self._watched(receive, client):
-            accepted = await self._intake.accept_completion(body, hints)
-            headers = self._answer_headers(hints, accepted, decoded.ignored)
-            exchange = Exchange(accepted, form(accepted), client, self._clock, headers)
-            await self._generate(exchange, COMPLETIONS, started_at, stream=bool(body.stream))
+        await self._answer(COMPLETIONS, CompletionBody, self._intake.accept_completion, form, scope, receive, client)
 
-    def _watched(self, receive: Receive, client: Client) -> ClientWatch:
-        return ClientWatch(client, receive, self._config.slow_client_s)
+    async def _answer(
+        self,
+        route: str,
+        kind: type[BodyType],
+        accept: Callable[[BodyType, RequestHints], Awaitable[Accepted]],
+        form: Callable[[Accepted, BodyType], AnswerFormat],
+        scope: Scope,
+        receive: Receive,
+        client: Client,
+    ) -> None:
+        """Read, check, generate, answer: the life of a generation request on either route."""
+        started_at = self._clock.now()
+        hints, raw = await self._read(scope, receive)
+        decoded = decode_body(raw, kind)
+        async with ClientWatch(client, receive, self._config.slow_client_s):
+            accepted = await accept(decoded.body, hints)
+            client.request_id = accepted.request_id
+            headers = self._answer_headers(hints, accepted, decoded.ignored)
+            exchange = Exchange(accepted, form(accepted, decoded.body), client, self._clock, headers)
+            await self._generate(exchange, route, started_at, stream=bool(decoded.body.stream))
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[RequestHints, bytes]:
         for name, value in scope["headers"]:

@@ -29,6 +29,8 @@ class Client:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self.request_id = ""
+        """Ours, for the log; known once the request is accepted."""
         self.status = 0
         """Of the answer; 0 until it starts."""
         self.is_streaming = False
