@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from core.clock import Clock
 from core.errors import DeadlineExceeded, Draining, NoCapacity
@@ -22,10 +24,10 @@ SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `limits`: per gateway process."""
 
-    max_in_flight: int = 1024
+    max_in_flight: Annotated[int, Meta(ge=1)] = 1024
     """Samples sent to workers and not ended."""
-    max_queued: int = 1024
-    queue_timeout_s: float = 30.0
+    max_queued: Annotated[int, Meta(ge=0)] = 1024
+    queue_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait for a permit; the request's own deadline may be shorter."""
 
 

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 HTTP_GRACE_S = 5.0
 """For answers whose tokens have all come, once the last sample has ended."""
+HTTP_CUT_S = 0.1
+"""For answers that are cut off."""
 STOP_GRACE_S = 0.2
 
 
@@ -154,7 +156,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         http = HttpServer(api, config.http.host, config.http.port)
         await http.start()
-        stack.push_async_callback(http.drain, 0.0)
+        stack.push_async_callback(http.drain, HTTP_CUT_S)
         stack.push_async_callback(tasks.close)
         tasks.spawn(membership.sweep(), name="membership sweep")
         tasks.spawn(_refresh(admin), name="gauges")
@@ -182,7 +184,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         finished = await departure.bound(admission.idle())
         if not finished:
             logger.warning("%d samples are cut off: the drain budget is over", admission.in_flight)
-        await http.drain(HTTP_GRACE_S if finished else 0.1)
+        await http.drain(HTTP_GRACE_S if finished else HTTP_CUT_S)
         lifecycle.move(State.GONE)
 
 

@@ -7,36 +7,41 @@ is never computed for it twice, so after the first token a retry is a resume.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from core.errors import DeadlineExceeded, InvariantError, NeverFits, NoCapacity, NoWorker, TandemError, WorkerLost
 from gateway.routing.job import Shortage
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `retries`. Times are seconds."""
 
-    max_failures: int = 6
+    max_failures: Count = 6
     """Failed attempts in a row."""
-    max_crashes: int = 3
+    max_crashes: Count = 3
     """Workers that may die under one request in a row before it is suspected to kill them."""
-    steady_tokens: int = 8
+    steady_tokens: Count = 8
     """An attempt that brought this many tokens was sound: failures are counted from zero again."""
-    max_placements: int = 3
+    max_placements: Annotated[int, Meta(ge=0)] = 3
     """Prefill workers tried for one attempt before its decode worker computes the prompt itself."""
-    pause_s: float = 0.05
+    pause_s: Seconds = 0.05
     """Before the third attempt in a row; doubles with each further one."""
-    longest_pause_s: float = 2.0
-    start_wait_s: float = 1.0
+    longest_pause_s: Seconds = 2.0
+    start_wait_s: Seconds = 1.0
     """How long a new request waits for a worker to appear."""
-    resume_wait_s: float = 30.0
+    resume_wait_s: Seconds = 30.0
     """How long a request that has sent tokens waits for one: a restarted worker loads its model in this time."""
-    retry_after_s: float = 2.0
+    retry_after_s: Seconds = 2.0
     """What a client is told to wait when there is no worker."""
-    budget_share: float = 0.1
+    budget_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Retries of errors that live workers answered, as a share of requests, so that retries cannot storm."""
-    budget_burst: float = 32.0
+    budget_burst: Annotated[float, Meta(ge=0)] = 32.0
 
 
 class RetryBudget:

@@ -4,19 +4,21 @@ Pure state over a passed-in `now`; knows no worker, no clock and no reason of a 
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 
 class BreakerRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `breaker`: when a breaker opens and for how long. Seconds."""
 
-    threshold: int = 3
+    threshold: Annotated[int, Meta(ge=1)] = 3
     """Consecutive failures that open it: one failed transfer never takes a worker out."""
-    coalesce_s: float = 0.2
+    coalesce_s: Annotated[float, Meta(ge=0)] = 0.2
     """Failures closer together are one: when a worker dies, all its requests say so at once."""
-    first_s: float = 0.5
-    longest_s: float = 30.0
+    first_s: Annotated[float, Meta(gt=0)] = 0.5
+    longest_s: Annotated[float, Meta(gt=0)] = 30.0
 
 
 @dataclass(slots=True)

@@ -10,9 +10,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from core.clock import Clock
 from core.errors import Aborted, TandemError, WorkerLost, from_code
@@ -71,13 +72,13 @@ class Opener(Protocol):
 class LinkRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `links`: times are seconds."""
 
-    reattach_s: float = 3.0
+    reattach_s: Annotated[float, Meta(gt=0)] = 3.0
     """How long a broken connection may be re-attached: no longer than the worker keeps frames."""
-    max_tries: int = 3
+    max_tries: Annotated[int, Meta(ge=1)] = 3
     """Failed openings in a row after which the worker is taken for dead: a live process accepts at once."""
-    backoff_s: float = 0.05
-    ack_s: float = 0.1
-    max_pending_tokens: int = 65_536
+    backoff_s: Annotated[float, Meta(ge=0)] = 0.05
+    ack_s: Annotated[float, Meta(gt=0, le=1)] = 0.1
+    max_pending_tokens: Annotated[int, Meta(ge=1)] = 65_536
     """Tokens one request's consumer may be behind before it is cut off."""
 
 

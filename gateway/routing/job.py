@@ -4,11 +4,15 @@ Plain values; knows no workers' names and no wire.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from gateway.fleet import Ints
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
 
 NONE = -1
 """Slot of "no prefill worker": the decode worker computes the prompt."""
@@ -18,33 +22,33 @@ class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Section `routing` of the gateway's configuration. Times are seconds; figures reported by workers win."""
 
     policy: Literal["prefix", "least_loaded", "round_robin", "random"] = "prefix"
-    base_s: float = 0.002
+    base_s: NotNegative = 0.002
     """Fixed cost of one prefill."""
-    prefill_tokens_per_s: float = 2000.0
+    prefill_tokens_per_s: Positive = 2000.0
     """Assumed until a worker reports its own rate."""
-    quadratic_s: float = 0.0
+    quadratic_s: NotNegative = 0.0
     """Seconds per (uncached token x context token): attention's share of long prompts."""
-    step_s: float = 0.02
+    step_s: Positive = 0.02
     """Assumed decode step until reported."""
-    expected_output_tokens: int = 128
+    expected_output_tokens: Annotated[int, Meta(ge=1)] = 128
     """A request is assumed to emit at most this many tokens when its slow-down of a decode worker is predicted."""
-    kv_bytes_per_token: float = 0.0
+    kv_bytes_per_token: NotNegative = 0.0
     """0: learned from finished hand-overs; until then moving is free."""
-    link_bytes_per_s: float = 1e9
-    cross_domain_factor: float = 4.0
+    link_bytes_per_s: Positive = 1e9
+    cross_domain_factor: Annotated[float, Meta(ge=1)] = 4.0
     """How much slower the link is between workers of different domains."""
-    duplicate_weight: float = 2.0
+    duplicate_weight: NotNegative = 2.0
     """Extra charge for recomputing what another worker already holds, on continuing chains."""
-    recent_weight: float = 0.03
+    recent_weight: NotNegative = 0.03
     """Times k/(1-k), k = share of continuing requests: charge for long-term load, on new chains."""
-    continuing_share: float = 0.8
+    continuing_share: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """A prompt continues a chain if some worker holds at least this share of it."""
-    tie_share: float = 0.02
-    tie_s: float = 0.002
+    tie_share: NotNegative = 0.02
+    tie_s: NotNegative = 0.002
     """Pairs within best * (1 + share) + tie_s count as equal; the longest prefix, then rotation decides."""
-    shortlist: int = 64
+    shortlist: Annotated[int, Meta(ge=1)] = 64
     """Pairs are formed of at most this many prefill and this many decode workers, the best of each kind."""
-    max_waiting_requests: int = 1024
+    max_waiting_requests: Annotated[int, Meta(ge=0)] = 1024
     """A decode worker with more live requests than its rows plus this takes no more."""
     local_fallback: bool = True
     """If no prefill worker can be had, let a `remote` decode worker compute the prompt."""

@@ -163,3 +163,26 @@ def test_a_report_contains_what_was_sent_before_it_but_own_open_work_stays(direc
     assert fleet.queued_tokens()[slot] == 500.0
     fleet.own_tokens[slot] = 0.0
     assert fleet.queued_tokens()[slot] == 200.0
+
+
+def test_a_suspect_gets_no_new_work_before_its_next_heartbeat(directory, clock):
+    member = joined(directory)
+    directory.suspect(member)
+    assert routable(directory, clock) == []
+    directory.heartbeat(member, load())
+    assert routable(directory, clock) == ["d1"]
+
+
+def test_a_suspect_whose_stream_stands_still_owns_its_name(directory):
+    directory.suspect(joined(directory))
+    with pytest.raises(NoCapacity):
+        directory.join(registration("d1", Role.DECODE, incarnation="d1-b"))
+
+
+def test_a_renewed_registration_of_one_incarnation_keeps_its_load(directory, clock):
+    member = joined(directory)
+    clock.advance(2.0)
+    directory.join(registration("d1", Role.DECODE))
+    clock.advance(2.0)
+    assert directory.expire() == []
+    assert member.load is not None
