@@ -155,7 +155,8 @@ class Api:
                 with_logprobs=accepted.with_logprobs,
             )
 
-        await self._answer(CHAT, ChatBody, self._intake.accept_chat, form, scope, receive, client)
+        accept = self._intake.accept_chat
+        await self._answer(scope, receive, client, route=CHAT, kind=ChatBody, accept=accept, form=form)
 
     async def _completions(self, scope: Scope, receive: Receive, client: Client) -> None:
         def form(accepted: Accepted, body: CompletionBody) -> AnswerFormat:
@@ -171,17 +172,19 @@ class Api:
                 with_logprobs=accepted.with_logprobs,
             )
 
-        await self._answer(COMPLETIONS, CompletionBody, self._intake.accept_completion, form, scope, receive, client)
+        accept = self._intake.accept_completion
+        await self._answer(scope, receive, client, route=COMPLETIONS, kind=CompletionBody, accept=accept, form=form)
 
     async def _answer(
         self,
+        scope: Scope,
+        receive: Receive,
+        client: Client,
+        *,
         route: str,
         kind: type[BodyType],
         accept: Callable[[BodyType, RequestHints], Awaitable[Accepted]],
         form: Callable[[Accepted, BodyType], AnswerFormat],
-        scope: Scope,
-        receive: Receive,
-        client: Client,
     ) -> None:
         """Read, check, generate, answer: the life of a generation request on either route."""
         started_at = self._clock.now()
