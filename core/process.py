@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,21 @@ from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` if a TCP port is taken: asked before anything slow or noisy starts. 0 is never taken."""
+    if not port:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {reason}; choose another port or stop the process that holds it"
+            ) from error
 
 
 class Departure:

@@ -18,7 +18,7 @@ from core.ids import Incarnation
 from core.lifecycle import Lifecycle, State
 from core.listener import Listener, Probes
 from core.metrics import Metrics
-from core.process import Departure, ReadyFile
+from core.process import Departure, ReadyFile, check_port
 from core.rpc.admin import Description, Statistics, add_admin
 from core.rpc.kv_index import add_kv_index
 from core.rpc.membership_client import MembershipClient
@@ -102,7 +102,8 @@ class WorkerShell:
         return self._proof.incarnation
 
     def open_listener(self, stack: AsyncExitStack) -> None:
-        """Answer probes from now on; raises `ConfigError` if the port is taken."""
+        """Answer probes from now on; raises `ConfigError` if this port or the gRPC port is taken."""
+        check_port(self._section.host, self._section.port)
         probes = Probes(
             live=self._live,
             ready=self._ready,

@@ -30,7 +30,7 @@ from decode_worker.streams import GatewayStreams
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.destination import Destination
-from kv_transfer.factory import TransportFactory
+from kv_transfer.factory import TransportFactory, check_transports
 from kv_transfer.memory import allocate
 from kv_transfer.settings import TransportSettings
 
@@ -41,6 +41,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
     """Run one decode worker until `departure` begins and its work is done. Raises `ConfigError` at preflight."""
     loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
     secret = read_secret(config.worker.secret_file)
+    check_transports(config.transfer.transports)
     proof, metrics = Proof(secret, incarnation), Metrics()
     exported = ExportedStatistics(metrics, DECODE_METRICS)
     shell = WorkerShell(
@@ -50,6 +51,8 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         shell.open_listener(stack)
         shell.enter(State.LOADING)
         loaded = await asyncio.to_thread(load, config.model, config.engine)
+        if departure.has_begun:
+            return
         for line in loaded.capacity.lines():
             _LOG.info("capacity: %s", line)
 

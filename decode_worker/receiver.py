@@ -168,15 +168,15 @@ class Receiver:
             if not request.has_ended:
                 self._ledger.forward_first(request, first)
 
-        request.hand_overs += 1
+        timeout_s = self._remaining_s(request)
         return await self._puller.pull(
-            request=request.asked,
+            request=msgspec.structs.replace(request.asked, timeout_s=timeout_s),
             seq=booking.seq,
             row=booking.row,
             prefix_tokens=booking.prefix_tokens,
             address=target.address,
             incarnation=target.incarnation or None,
-            timeout_s=self._remaining_s(request),
+            timeout_s=timeout_s,
             on_first=forward,
         )
 

@@ -74,8 +74,6 @@ class Request:
         self.first: FirstTokens | None = None
         """Set once FINAL's tokens were forwarded: from then on they must never be chosen again."""
         self.recomputed_tokens = 0
-        self.hand_overs = 0
-        """Number of pulls begun; makes every transfer id of this request a new one."""
         self.task: asyncio.Task[None] | None = None
         """The hand-over in progress; cancelled by an abort."""
         self.place: asyncio.Future[PrefillTarget | None] | None = None

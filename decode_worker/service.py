@@ -118,7 +118,7 @@ class DecodeService:
 
     def statistics(self) -> dict[str, float]:
         """Return counters and gauges by name."""
-        return {**self._ledger.statistics(), **self._streams.statistics()}
+        return {**self._ledger.statistics(), **self._streams.statistics(), "draining": float(self._draining)}
 
     # Frames.
 

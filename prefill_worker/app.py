@@ -19,7 +19,7 @@ from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
-from kv_transfer.factory import TransportFactory
+from kv_transfer.factory import TransportFactory, check_transports
 from kv_transfer.handshake import expand
 from kv_transfer.memory import allocate, sweep_stale_segments
 from kv_transfer.settings import TransportSettings
@@ -36,6 +36,7 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
     """Run one prefill worker until `departure` begins and its work is done. Raises `ConfigError` at preflight."""
     loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
     secret = read_secret(config.worker.secret_file)
+    check_transports(config.transfer.transports)
     proof, metrics = Proof(secret, incarnation), Metrics()
     exported = ExportedStatistics(metrics, PREFILL_METRICS)
     shell = WorkerShell(
@@ -45,6 +46,8 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
         shell.open_listener(stack)
         shell.enter(State.LOADING)
         loaded = await asyncio.to_thread(load, config.model, config.engine)
+        if departure.has_begun:
+            return
         for line in loaded.capacity.lines():
             _LOG.info("capacity: %s", line)
 

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,13 +29,8 @@ from tests.fakes.rpc import RecordingMembership
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"a secret for tests only"
-SEGMENTS = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
-
-
-def segments() -> set[str]:
-    """Names of shared KV segments that exist now."""
-    return {path.name for path in SEGMENTS.glob("tandem-kv-*")}
 
 
 def ask(token_ids, max_tokens=24, *, request_id="req-1", **changes) -> GenerateRequest:
@@ -108,12 +105,15 @@ class WorkerCluster:
         self.gateways: list[RpcGateway] = []
         self.admin = AdminClient(self.proof)
         self.index = KvIndexClient(self.proof)
-        self._server = RpcServer(self.proof)
+        self.segments = Path(tempfile.mkdtemp(prefix="tandem-test-", dir=SHARED_MEMORY))
+        """Where the workers of this cluster keep shared KV segments, and nobody else."""
+        self._server: RpcServer | None = None
         self._address = ""
         self._numbers = {"prefill": 0, "decode": 0}
 
     async def __aenter__(self):
         (self.directory / "secret").write_bytes(SECRET)
+        self._server = RpcServer(self.proof)
         add_membership(self._server, self.membership)
         self._address = f"127.0.0.1:{await self._server.start('127.0.0.1', 0)}"
         return self
@@ -134,6 +134,9 @@ class WorkerCluster:
                     worker.signal(signal.SIGKILL)
                     await worker.exit_code()
         await self._server.stop(0)
+        left = sorted(path.name for path in self.segments.iterdir())
+        shutil.rmtree(self.segments)
+        assert left == [], "shared segments were left behind"
 
     def config(self, kind, sets=()) -> tuple[str, Path, list[str]]:
         self._numbers[kind] += 1
@@ -154,6 +157,8 @@ page_tokens = 8
 num_pages = 256
 num_rows = 32
 chunk_tokens = 32
+[transfer]
+segment_directory = "{self.segments}"
 [drain]
 budget_s = 20
 """

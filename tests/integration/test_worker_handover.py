@@ -19,7 +19,7 @@ from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig, scripted_reply
 from prefill_worker.app import serve as serve_prefill
 from prefill_worker.config import PrefillWorkerConfig
-from tests.fakes.worker_cluster import RpcGateway, WorkerCluster, ask, segments
+from tests.fakes.worker_cluster import RpcGateway, WorkerCluster, ask
 
 MODEL = ScriptedConfig(mean_length=40, step_delay_ms=1.0)
 SERVE = {"prefill": (PrefillWorkerConfig, serve_prefill), "decode": (DecodeWorkerConfig, serve_decode)}
@@ -32,10 +32,8 @@ def truth(prompt, max_tokens=24):
 
 @pytest.fixture
 async def cluster(tmp_path):
-    before = segments()
     async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, MODEL), SERVE) as made:
         yield made
-    assert segments() == before, "a shared segment was left behind"
 
 
 async def pair(cluster, *sets):
@@ -61,7 +59,7 @@ async def test_a_handed_over_request_says_what_a_single_worker_says_and_what_is_
 
 async def test_many_prompts_at_once_are_all_right_and_leave_only_free_and_cached_pages(cluster):
     prefill, decode, gateway = await pair(cluster, "engine.audit_every_steps=1")
-    prompts = [PROMPT[: 5 + 3 * n] + bytes([97 + n]) for n in range(24)]
+    prompts = [(*PROMPT[: 5 + 3 * n], 97 + n) for n in range(24)]
     asked = [
         gateway.answer(n, ask(p, request_id=f"req-{n}"), prefill.target if n % 3 else None)
         for n, p in enumerate(prompts)
@@ -131,7 +129,7 @@ async def test_auto_mode_computes_short_prompts_here_and_hands_long_ones_over(cl
 async def test_aborts_at_any_moment_leave_nothing_behind(cluster):
     prefill, decode, gateway = await pair(cluster, "engine.audit_every_steps=1", "engine.chunk_tokens=16")
     for handle in range(40):
-        prompt = bytes([97 + handle % 26]) * 3 + bytes(PROMPT)
+        prompt = (97 + handle % 26, *PROMPT)
         gateway.submit(handle, ask(prompt, 200, request_id=f"req-{handle}"), prefill.target if handle % 4 else None)
         await asyncio.sleep(0.003)
         gateway.send(AbortRequest(handle=handle // 2))
@@ -158,7 +156,8 @@ async def test_a_stream_that_breaks_again_and_again_loses_and_repeats_nothing(cl
 
 
 async def test_a_gateway_that_does_not_come_back_loses_its_requests(cluster):
-    prefill, decode, gateway = await pair(cluster, "stream.replay_s=0.2")
+    prefill, decode = await cluster.run("prefill"), await cluster.run("decode", ["stream.replay_s=0.2"])
+    gateway = await cluster.gateway(decode)
     gateway.submit(1, ask(PROMPT, 5000, stop=StopRules(max_tokens=1900, ignore_eos=True)), prefill.target)
     await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 3)
     await gateway.cut()
@@ -211,6 +210,7 @@ async def test_a_drained_worker_finishes_what_runs_and_refuses_what_is_new(clust
     await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 3)
     await cluster.admin.drain(decode.address, 20.0)
     await cluster.membership.until("left: draining")
+    await cluster.busy(decode, "worker_draining")
     _, refusal = await gateway.answer(2, ask(PROMPT))
     assert refusal.code == "draining"
     assert isinstance(await gateway.ended(1), Finished)

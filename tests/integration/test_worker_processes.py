@@ -1,6 +1,7 @@
 """Workers as real processes, real signals, and what is left of them."""
 
 import asyncio
+import logging
 import signal
 import socket
 import subprocess
@@ -10,9 +11,11 @@ import pytest
 
 from core.request import StopRules
 from core.stream import Finished, NeedPrefill, Place
+from decode_worker.__main__ import main as decode_main
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig, scripted_reply
-from tests.fakes.worker_cluster import ROOT, WorkerCluster, ask, segments
+from prefill_worker.__main__ import main as prefill_main
+from tests.fakes.worker_cluster import ROOT, WorkerCluster, ask
 
 MODEL = ScriptedConfig(mean_length=40, step_delay_ms=20.0)
 PROMPT = tuple(
@@ -26,10 +29,8 @@ def truth(prompt, max_tokens=24, **options):
 
 @pytest.fixture
 async def cluster(tmp_path):
-    before = segments()
     async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, MODEL)) as made:
         yield made
-    assert segments() <= before, "a shared segment was left behind"
 
 
 @pytest.mark.cluster
@@ -51,7 +52,7 @@ async def test_a_killed_prefill_worker_is_replaced_and_the_answer_is_whole(clust
         await cluster.settled(worker)
     # The dead worker's segment is swept by the next one that starts.
     await cluster.spawn("prefill")
-    assert not any(str(first.incarnation) in name for name in segments())
+    assert not list(cluster.segments.glob(f"*{first.incarnation}*"))
 
 
 @pytest.mark.cluster
@@ -100,50 +101,86 @@ async def test_sigterm_finishes_the_running_request_then_the_process_leaves_with
     assert not list(cluster.directory.glob("*.json"))
 
 
-def run_to_exit(arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=40, check=False
-    )
+def plain_lines(output):
+    return [line for line in output.splitlines() if line and not line.startswith("{")]
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("kind", "sets", "says"),
-    [
-        ("prefill", ["engine.page_tokns=8"], "page_tokns"),
-        ("decode", ["prefill.mode=sometimes"], "mode"),
-        ("prefill", ["model.path=/nowhere"], "/nowhere"),
-        ("decode", ["engine.num_pages=2000000000"], "shared memory"),
-        ("prefill", ["worker.secret_file=/nowhere"], "secret"),
-        ("decode", ['transfer.transports=["carrier-pigeon"]'], "carrier-pigeon"),
-    ],
-    ids=["unknown key", "wrong value", "no model", "no memory", "no secret", "unknown transport"],
-)
-async def test_what_is_wrong_at_the_start_is_one_plain_sentence_and_exit_code_3(cluster, kind, sets, says):
-    done = await asyncio.to_thread(run_to_exit, cluster.arguments(kind, sets))
-    plain = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert (done.returncode, len(plain)) == (3, 1), done.stderr
-    assert says in plain[0]
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("key", ["worker.port", "worker.http_port"])
-async def test_a_port_in_use_is_named_with_exit_code_3(cluster, key):
+async def test_what_a_machine_lacks_is_one_plain_sentence_and_exit_code_3(cluster):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        done = await asyncio.to_thread(run_to_exit, cluster.arguments("decode", [f"{key}={port}"]))
-    plain = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert (done.returncode, len(plain)) == (3, 1), done.stderr
-    assert str(port) in plain[0]
+        faults = {
+            "shared memory": ("prefill", ["engine.num_pages=2000000000"]),
+            f":{port}": ("decode", [f"worker.port={port}"]),
+        }
+        runs = [run_to_exit(cluster.arguments(kind, sets)) for kind, sets in faults.values()]
+        done = await asyncio.gather(*runs)
+    for says, (code, errors) in zip(faults, done, strict=True):
+        assert (code, len(plain_lines(errors))) == (3, 1), errors
+        assert says in plain_lines(errors)[0]
 
 
-@pytest.mark.cluster
-async def test_a_corrupted_model_file_is_one_plain_sentence_and_exit_code_3(cluster):
-    config = next(cluster.model_dir.glob("tokenizer.json"))
-    config.write_bytes(config.read_bytes()[:-20])
-    done = await asyncio.to_thread(run_to_exit, cluster.arguments("prefill"))
-    plain = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert (done.returncode, len(plain)) == (3, 1), done.stderr
-    assert "tokenizer.json" in plain[0]
+async def run_to_exit(arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(40):
+        _, errors = await process.communicate()
+    return process.returncode, errors.decode()
+
+
+@pytest.fixture
+def quiet_logging():
+    """The services configure the root logger; put it back."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+FAULTS = [
+    ("prefill", "engine.page_tokns=8", "page_tokns"),
+    ("prefill", "worker.port=many", "port"),
+    ("decode", "prefill.mode=sometimes", "mode"),
+    ("prefill", "model.path=/nowhere", "/nowhere"),
+    ("decode", "engine.chunk_tokens=1", "chunk_tokens"),
+    ("prefill", "worker.secret_file=/nowhere", "secret"),
+    ("prefill", 'transfer.transports=["pigeon"]', "pigeon"),
+    ("decode", 'transfer.transports=["pigeon"]', "pigeon"),
+    ("decode", "worker.log_level=LOUD", "LOUD"),
+]
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize(("kind", "setting", "says"), FAULTS, ids=[f"{kind} {says}" for kind, _, says in FAULTS])
+def test_what_is_configured_wrongly_is_one_plain_sentence_and_exit_code_3(
+    tmp_path, monkeypatch, capsys, kind, setting, says
+):
+    assert start_in_vain(tmp_path, monkeypatch, kind, setting) == 3
+    lines = plain_lines(capsys.readouterr().err)
+    assert len(lines) == 1, lines
+    assert says in lines[0]
+
+
+@pytest.mark.usefixtures("quiet_logging")
+@pytest.mark.parametrize(("name", "cut"), [("tokenizer.json", 20), ("config.json", 5)])
+def test_a_corrupted_model_file_is_one_plain_sentence_and_exit_code_3(tmp_path, monkeypatch, capsys, name, cut):
+    file = prepare_scripted(tmp_path, MODEL) / name
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert start_in_vain(tmp_path, monkeypatch, "prefill") == 3
+    lines = plain_lines(capsys.readouterr().err)
+    assert len(lines) == 1, lines
+    assert name in lines[0]
+
+
+def start_in_vain(directory, monkeypatch, kind, *sets):
+    """Run a service's main in this process; returns its exit code."""
+    (directory / "secret").write_bytes(b"a secret for tests only")
+    cluster = WorkerCluster(directory, prepare_scripted(directory, MODEL))
+    monkeypatch.setattr(sys, "argv", cluster.arguments(kind, sets)[1:])
+    code = {"prefill": prefill_main, "decode": decode_main}[kind]()
+    # Nothing may be left: an empty directory is all that can be removed like this.
+    cluster.segments.rmdir()
+    return code
