@@ -7,6 +7,7 @@ below HTTP: read, decode the frame) and the producer (encode, write) count their
 import argparse
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
@@ -137,7 +138,8 @@ def main() -> None:
             f"producer {figure.producer_tokens_per_cpu_s:>9,}, {figure.consumer_us_per_frame} us per frame"
         )
     if arguments.record:
-        print(write_record("rpc_step", [asdict(figure) for figure in figures]))
+        note = f"CPU seconds of each side; load average {os.getloadavg()[0]:.1f} at the end"
+        print(write_record("rpc_step", [asdict(figure) for figure in figures], note=note))
 
 
 if __name__ == "__main__":
