@@ -356,7 +356,7 @@ async def test_a_lease_dies_without_heartbeats(directory):
         await until(lambda: pair.firsts)
         session = next(iter(pair.destination._book._sessions.values()))
         session._link.send = _swallow
-        with pytest.raises(LeaseLost):
+        with pytest.raises((LeaseLost, WorkerLost)):
             await pulling
 
 
@@ -407,7 +407,7 @@ async def test_pages_under_a_stuck_read_stay_in_quarantine_until_it_is_over(dire
 
 
 async def test_a_stuck_row_read_keeps_its_staging_slot_and_never_writes_the_row(directory):
-    gate = Gate(only=lambda op: op.nbytes < ROW)  # one of the two row components
+    gate = Gate(only=lambda op: op.nbytes in (160, 48))  # the ring and the state
     async with open_pair("loopback", directory, exchange=Exchange(gate), config=quick(staging_rows=1)) as pair:
         before = pair.host.pool.bytes_of("ring", 1).copy()
         pulling = asyncio.create_task(pair.pull(make_request(16)))
