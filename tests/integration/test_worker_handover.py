@@ -12,14 +12,16 @@ from core.errors import NoCapacity, WorkerLost
 from core.handover import TokenLogprobs
 from core.ids import Incarnation
 from core.request import SamplingParams, StopRules
-from core.stream import AbortRequest, Finished, Started
+from core.stream import AbortRequest, Finished, NeedPrefill, Place, Started
 from decode_worker.app import serve as serve_decode
 from decode_worker.config import DecodeWorkerConfig
-from engine.models.builtin import prepare_scripted
+from decode_worker.metrics import DECODE_METRICS
+from engine.models.builtin import prepare_builtin, prepare_scripted
 from engine.models.script import ScriptedConfig, scripted_reply
 from prefill_worker.app import serve as serve_prefill
 from prefill_worker.config import PrefillWorkerConfig
-from tests.fakes.worker_cluster import RpcGateway, WorkerCluster, ask
+from prefill_worker.metrics import PREFILL_METRICS
+from tests.fakes.worker_cluster import LEFT_OVERS, RpcGateway, WorkerCluster, ask
 
 MODEL = ScriptedConfig(mean_length=40, step_delay_ms=1.0)
 SERVE = {"prefill": (PrefillWorkerConfig, serve_prefill), "decode": (DecodeWorkerConfig, serve_decode)}
@@ -69,6 +71,79 @@ async def test_many_prompts_at_once_are_all_right_and_leave_only_free_and_cached
     assert all(isinstance(end, Finished) for _, end in answers)
     for worker in (prefill, decode):
         await cluster.settled(worker)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["tiny-llama-f64", "tiny-window-f64"])
+async def test_a_model_with_weights_says_the_same_handed_over_and_local(tmp_path, name, transport):
+    sets = (f'transfer.transports=["{transport}"]', "transfer.digests=true")
+    async with WorkerCluster(tmp_path, prepare_builtin(name, tmp_path), SERVE) as cluster:
+        prefill, decode, gateway = await pair(cluster, *sets)
+        prompt = tuple(token % 250 for token in range(7, 77))
+        for n, sampling in enumerate((SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3))):
+            options = {"sampling": sampling, "stop": StopRules(max_tokens=20, ignore_eos=True)}
+            local, _ = await gateway.answer(10 * n, ask(prompt, **options))
+            remote, _ = await gateway.answer(10 * n + 1, ask(prompt, **options), prefill.target)
+            assert remote == local
+            assert len(remote) == 20
+        await cluster.settled(decode)
+        await cluster.settled(prefill)
+
+
+async def test_a_prefill_worker_that_breaks_down_at_any_moment_costs_no_answer(cluster):
+    """Its links are cut at once, before FINAL (the gateway names another) or after it (computed here, unseen)."""
+    decode, second = await cluster.run("decode"), await cluster.run("prefill")
+    gateway = await cluster.gateway(decode)
+    for number in range(8):
+        first = await cluster.run("prefill")
+        await breakdown(gateway, first, second, number)
+    for worker in (decode, second):
+        await cluster.settled(worker)
+
+
+async def breakdown(gateway, first, second, number):
+    prompts = {10 * number + n: PROMPT[n + number :] for n in range(4)}
+    for handle, prompt in prompts.items():
+        gateway.submit(handle, ask(prompt, request_id=f"req-{handle}"), first.target)
+    # In the first rounds no request has its first token at that moment, in the last ones all have it.
+    await gateway.until(lambda: sum(handle in gateway.tokens for handle in prompts) >= min(number, 4))
+    first.departure.crash(RuntimeError("planted"))
+    await first.task
+    placed = set()
+    while any(gateway.terminal(handle) is None for handle in prompts):
+        for handle in prompts:
+            if gateway.of(handle, NeedPrefill) and handle not in placed:
+                placed.add(handle)
+                gateway.send(Place(handle=handle, prefill=second.target if handle % 2 else None))
+        await asyncio.sleep(0.01)
+    for handle, prompt in prompts.items():
+        assert isinstance(gateway.terminal(handle), Finished), gateway.terminal(handle)
+        assert gateway.tokens[handle] == truth(prompt)
+
+
+async def test_a_gateway_gets_at_most_one_frame_per_engine_step_for_64_requests(cluster):
+    decode = await cluster.run("decode", ["engine.num_rows=64", "engine.num_pages=2048"])
+    gateway = await cluster.gateway(decode)
+    for handle in range(64):
+        gateway.submit(handle, ask(PROMPT[:8] + (handle,), 40, request_id=f"req-{handle}"))
+    for handle in range(64):
+        await gateway.ended(handle)
+    statistics = await cluster.settled(decode)
+    frames = sum(bool(frame.counts) for frame in gateway.frames)
+    tokens = sum(len(tokens) for tokens in gateway.tokens.values())
+    assert frames <= statistics["engine_steps"]
+    assert tokens > 8 * frames
+
+
+async def test_every_exported_metric_shows_a_number_that_the_worker_counts(cluster):
+    prefill, decode, gateway = await pair(cluster)
+    await gateway.answer(1, ask(PROMPT), prefill.target)
+    for worker, table in ((prefill, PREFILL_METRICS), (decode, DECODE_METRICS)):
+        statistics = await cluster.settled(worker)
+        # A count by name appears with its first occurrence.
+        never = {"worker_need_prefill_total", "worker_recovered_here_total", "worker_aborted_total"}
+        assert {row.statistic for row in table} - set(statistics) <= never
+    assert {name for name in LEFT_OVERS if name not in statistics} == {"transfer_leases"}
 
 
 async def test_a_prefix_that_the_decode_worker_holds_is_not_pulled_again(cluster):
