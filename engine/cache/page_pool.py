@@ -119,11 +119,11 @@ class PagePool:
 
     def commit_landing(self, pages: PagesLike, owner: SeqId | None = None) -> None:
         """LANDING -> PRIVATE of the same owner: the hand-over was validated and no read of it is open."""
-        self._promote(pages, PageState.LANDING, owner)
+        self._set(self._expect(pages, PageState.LANDING, owner), PageState.LANDING, PageState.PRIVATE)
 
     def commit_loading(self, pages: PagesLike, owner: SeqId | None = None) -> None:
         """LOADING -> PRIVATE of the same owner: the load ticket is done and verified."""
-        self._promote(pages, PageState.LOADING, owner)
+        self._set(self._expect(pages, PageState.LOADING, owner), PageState.LOADING, PageState.PRIVATE)
 
     def abandon_landing(self, pages: PagesLike, open_pages: PagesLike, fence: int = 0) -> None:
         """End a transfer without commit: `open_pages` (a subset) LANDING -> UNPROVEN, the others -> FENCED or FREE."""
@@ -168,25 +168,19 @@ class PagePool:
             return
         self._check_unique(index)
         states = self._state[index]
-        private = states == PageState.PRIVATE
-        is_tree = states == PageState.TREE
-        if not bool((private | is_tree).all()):
-            raise InvariantError(f"pages {index[~(private | is_tree)].tolist()} can not be freed: {self._names(index)}")
-        if owner is not None and bool((self._owner[index[private]] != owner).any()):
-            raise InvariantError(f"pages of another sequence freed by {owner}")
-        num_private = int(np.count_nonzero(private))
-        if num_private:
-            self._discard(index[private] if num_private < len(index) else index, PageState.PRIVATE, fence)
-        if num_private < len(index):
-            self._discard(index[is_tree] if num_private else index, PageState.TREE, fence)
+        private, tree = index[states == PageState.PRIVATE], index[states == PageState.TREE]
+        if len(private) + len(tree) != len(index):
+            raise InvariantError(f"expected PRIVATE or TREE pages, got {self._names(index)}")
+        if owner is not None and np.count_nonzero(self._owner[private] != owner):
+            raise InvariantError(f"expected pages of sequence {owner}, got {self._names(private)}")
+        self._discard(private, PageState.PRIVATE, fence)
+        self._discard(tree, PageState.TREE, fence)
 
     def retire(self, step: int) -> int:
         """FENCED -> FREE for every page whose fence is at most `step`. Returns how many; steps never go back."""
         if step < self._retired:
             raise InvariantError(f"step {step} retires after step {self._retired}")
         self._retired = step
-        if not self._fenced:
-            return 0
         ready = [pages for fence, pages in self._fenced if fence <= step]
         self._fenced = [(fence, pages) for fence, pages in self._fenced if fence > step]
         for pages in ready:
@@ -195,15 +189,13 @@ class PagePool:
 
     def expect_private(self, pages: PagesLike, owner: SeqId) -> PageIndex:
         """Return the pages as an index; raises InvariantError unless all are PRIVATE pages of `owner`."""
-        index = self._expect(pages, PageState.PRIVATE)
-        if np.count_nonzero(self._owner[index] != owner):
-            raise InvariantError(f"sequence {owner} does not own all of pages {index.tolist()}")
-        return index
+        return self._expect(pages, PageState.PRIVATE, owner)
 
     # Machinery.
 
     def _take(self, count: int, owner: SeqId | npt.NDArray[np.int64], state: PageState) -> Pages | None:
-        if count < 0 or bool(np.any(np.less(owner, 0))):
+        lowest = owner.min(initial=0) if isinstance(owner, np.ndarray) else owner
+        if count < 0 or lowest < 0:
             raise InvariantError(f"cannot allocate {count} pages for sequence {owner}")
         top = self._num[PageState.FREE]
         if count > top:
@@ -216,14 +208,10 @@ class PagePool:
         self._set(index, PageState.FREE, state)
         return pages
 
-    def _promote(self, pages: PagesLike, source: PageState, owner: SeqId | None) -> None:
-        index = self._expect(pages, source)
-        if owner is not None and bool((self._owner[index] != owner).any()):
-            raise InvariantError(f"sequence {owner} does not own all of pages {index.tolist()}")
-        self._set(index, source, PageState.PRIVATE)
-
     def _discard(self, index: PageIndex, source: PageState, fence: int) -> None:
         """Move pages of one state to FREE where no launched step can touch them any more, else to FENCED."""
+        if not len(index):
+            return
         if fence > self._retired:
             busy = self._last_use[index] > self._retired
             waiting = index[busy]
@@ -252,12 +240,15 @@ class PagePool:
             raise InvariantError(f"no such page among {index.tolist()}")
         return index
 
-    def _expect(self, pages: PagesLike, state: PageState) -> PageIndex:
+    def _expect(self, pages: PagesLike, state: PageState, owner: SeqId | None = None) -> PageIndex:
         index = self._index(pages)
-        if len(index):
-            if np.count_nonzero(self._state[index] != state):
-                raise InvariantError(f"expected {state.name} pages, got {self._names(index)}")
-            self._check_unique(index)
+        if not len(index):
+            return index
+        if np.count_nonzero(self._state[index] != state):
+            raise InvariantError(f"expected {state.name} pages, got {self._names(index)}")
+        if owner is not None and np.count_nonzero(self._owner[index] != owner):
+            raise InvariantError(f"expected pages of sequence {owner}, got {self._names(index)}")
+        self._check_unique(index)
         return index
 
     def _check_unique(self, index: PageIndex) -> None:

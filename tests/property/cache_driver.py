@@ -13,7 +13,6 @@ from tests.property.cache_oracle import (
     FREE,
     LANDING,
     LOADING,
-    NUM_PAGES,
     PRIVATE,
     TREE,
     UNPROVEN,
@@ -124,12 +123,11 @@ class CacheDriver(CacheOracle):
         self.free(published.duplicate_pages.tolist(), sequence.id)
 
     def grow(self, draw):
-        sequence = self.choose(draw.index, "")
-        if sequence is None or len(sequence.pages) >= 8:
-            return
-        fresh = self.take(1, sequence.id, PRIVATE)
-        if fresh is not None:
-            sequence.pages += fresh
+        """One more page for each of some sequences, in one call, as a decode step does."""
+        growing = [s for s in self.sequences if not s.arriving and len(s.pages) < 8][: 1 + draw.count % 3]
+        fresh = self.take_each([sequence.id for sequence in growing])
+        for sequence, page in zip(growing, fresh, strict=True) if fresh is not None else ():
+            sequence.pages.append(page)
             sequence.hashes += chain(draw.items[:1], sequence.hashes[-1])
             self.parents[sequence.hashes[-1]] = sequence.hashes[-2]
 
@@ -173,7 +171,7 @@ class CacheDriver(CacheOracle):
         self.move([page for page in arrived if page not in sequence.open_pages], (LANDING,), FREE)
 
     def prove(self, draw):
-        proven = [p for p in range(NUM_PAGES) if self.state[p] is UNPROVEN and p not in self.writers]
+        proven = [p for p in range(self.num_pages) if self.state[p] is UNPROVEN and p not in self.writers]
         if not proven:
             return
         chosen = proven[: 1 + draw.index % len(proven)]
@@ -259,8 +257,8 @@ class CacheDriver(CacheOracle):
             self.retire(draw)
         while UNPROVEN in self.state:
             self.prove(draw)
-        self.evict_pages(NUM_PAGES)
-        assert self.pool.num_free == NUM_PAGES - 1
+        self.evict_pages(self.num_pages)
+        assert self.pool.num_free == self.num_pages - 1
 
     # What must be refused, and change nothing.
 
@@ -274,7 +272,7 @@ class CacheDriver(CacheOracle):
 
     def illegal_moves(self, draw):
         page, twice = draw.index - 2, draw.flag
-        state = self.state[page] if 0 <= page < NUM_PAGES else None
+        state = self.state[page] if 0 <= page < self.num_pages else None
         pages = int32([page, page] if twice else [page])
         if twice or state not in (PRIVATE, TREE):
             with refused():

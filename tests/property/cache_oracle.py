@@ -15,7 +15,6 @@ from core.ids import PageHash
 from engine.cache.page_state import PageState
 from engine.cache.receipt import HeldRow
 
-NUM_PAGES = 32
 FREE, PRIVATE, LOADING, LANDING = PageState.FREE, PageState.PRIVATE, PageState.LOADING, PageState.LANDING
 UNPROVEN, TREE, FENCED, SINK = PageState.UNPROVEN, PageState.TREE, PageState.FENCED, PageState.SINK
 
@@ -60,13 +59,14 @@ class Sequence:
 class CacheOracle:
     """State of both worlds, and what must be equal in them."""
 
-    def __init__(self, pool_type, tree_type, recorder_type):
+    def __init__(self, pool_type, tree_type, recorder_type, num_pages=32):
+        self.num_pages = num_pages
         self.recorder = recorder_type()
-        self.pool = pool_type(NUM_PAGES, 4)
+        self.pool = pool_type(num_pages, 4)
         self.tree = tree_type(self.pool, recorder=self.recorder)
-        self.state = [SINK] + [FREE] * (NUM_PAGES - 1)
-        self.owner = [-1] * NUM_PAGES
-        self.epoch = [0] * NUM_PAGES
+        self.state = [SINK] + [FREE] * (self.num_pages - 1)
+        self.owner = [-1] * self.num_pages
+        self.epoch = [0] * self.num_pages
         self.locks = Counter()
         self.last_use = {}
         self.fences = {}
@@ -104,7 +104,7 @@ class CacheOracle:
         return length
 
     def evictable(self):
-        return [page for page in range(NUM_PAGES) if self.state[page] is TREE and not self.locks[page]]
+        return [page for page in range(self.num_pages) if self.state[page] is TREE and not self.locks[page]]
 
     def take(self, count, owner, target):
         allocate = {
@@ -112,17 +112,21 @@ class CacheOracle:
             LANDING: self.pool.allocate_landing,
             LOADING: self.pool.allocate_loading,
         }[target]
-        free = self.state.count(FREE)
-        pages = allocate(count, owner)
-        if count > free:
+        return self.taken(allocate(count, owner), [owner] * count, target)
+
+    def take_each(self, owners):
+        return self.taken(self.pool.allocate_each(np.asarray(owners, np.int64)), owners, PRIVATE)
+
+    def taken(self, pages, owners, target):
+        if len(owners) > self.state.count(FREE):
             assert pages is None, "the pool handed out pages that it does not have"
             return None
-        assert pages is not None and pages.dtype == np.int32 and len(pages) == count == len(set(pages.tolist()))
+        assert pages is not None and pages.dtype == np.int32 and len(pages) == len(owners) == len(set(pages.tolist()))
         pages = pages.tolist()
         assert not set(pages) & self.touched_by_steps(), "a page was handed out that a launched step still touches"
         assert not set(pages) & self.writers, "a page was handed out that a transfer may still write"
-        self.move(pages, (FREE,), target, owner)
-        for page in pages:
+        for page, owner in zip(pages, owners, strict=True):
+            self.move([page], (FREE,), target, owner)
             self.epoch[page] += 1
             self.last_use[page] = None
         return pages
@@ -184,7 +188,7 @@ class CacheOracle:
         names = [PageState(int(code)) for code in self.pool.states()]
         assert names == self.state
         assert self.pool.owners().tolist() == self.owner
-        assert self.pool.epochs(range(NUM_PAGES)).tolist() == self.epoch
+        assert self.pool.epochs(range(self.num_pages)).tolist() == self.epoch
         for state in PageState:
             assert self.pool.count(state) == self.state.count(state)
 

@@ -64,6 +64,11 @@ class GivesAShortAnswer(PagePool):
         return super().allocate(min(count, self.num_free), owner)
 
 
+class GivesAllToTheFirstOwner(PagePool):
+    def allocate_each(self, owners):
+        return super().allocate_each(np.full_like(owners, owners[0]) if len(owners) else owners)
+
+
 class HandsOutTheSink(PagePool):
     def __init__(self, num_pages, page_tokens):
         super().__init__(num_pages, page_tokens)
@@ -130,15 +135,11 @@ class DonatesAfterAFlush(PrefixTree):
         return super().publish(owner, hashes, pages, receipt)
 
 
-class _SplitLosesLocks(PrefixTree):
+class SplitLosesLocks(PrefixTree):
     def _split(self, node, at):
         top = node.split(at)
         top.locks[:] = 0
         return top
-
-
-class SplitLosesLocks(_SplitLosesLocks):
-    pass
 
 
 class SplitDropsTheLowerPart(PrefixTree):

@@ -177,3 +177,21 @@ def test_returned_arrays_belong_to_the_caller():
     pages[:] = 0
     pool.states()[:] = 0
     assert pool.audit(owned={ALICE: [1, 2]}) == []
+
+
+def test_one_page_for_each_of_many_owners():
+    pool = PagePool(5, 16)
+    pages = pool.allocate_each(np.asarray([BOB, ALICE, BOB]))
+    assert pool.owners(pages).tolist() == [BOB, ALICE, BOB]
+    assert pool.allocate_each(np.asarray([BOB, ALICE])) is None
+    assert pool.audit(owned={ALICE: [2], BOB: [1, 3]}) == []
+
+
+def test_nobody_can_not_own_a_page():
+    pool = PagePool(5, 16)
+    with pytest.raises(InvariantError):
+        pool.allocate(1, SeqId(-1))
+    with pytest.raises(InvariantError):
+        pool.allocate_each(np.asarray([ALICE, -1]))
+    with pytest.raises(InvariantError):
+        pool.allocate(-1, ALICE)
