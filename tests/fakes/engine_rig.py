@@ -125,11 +125,9 @@ class Collector:
 class Rig:
     """Engine, runner and loop in one thread."""
 
-    def __init__(
-        self, *, ring_tokens=0, max_positions=4096, when=lambda step: "collect", audit=True, runner=None, **settings
-    ):
+    def __init__(self, *, ring_tokens=0, max_positions=4096, when=lambda step: "collect", runner=None, **settings):
         settings = {"page_tokens": 4, "num_pages": 64, "num_rows": 8, "chunk_tokens": 16, **settings}
-        self.config = EngineConfig(audit_every_steps=1 if audit else 0, **settings)
+        self.config = EngineConfig(**settings)
         self.clock = ManualClock(100.0)
         self.ring_tokens = ring_tokens
         self.engine = Engine(

@@ -20,10 +20,19 @@ class Traffic:
     """Drives a rig with a seeded generator; `step` does one random thing and one pass."""
 
     def __init__(
-        self, rig, seed, *, kinds=("local", "source", "handover"), longest=40, max_outputs=24, abort_rate=0.05
+        self,
+        rig,
+        seed,
+        *,
+        kinds=("local", "source", "handover"),
+        longest=40,
+        max_outputs=24,
+        abort_rate=0.05,
+        ask_rate=0.5,
     ):
         self.rig, self.random = rig, random.Random(seed)
         self.kinds, self.longest, self.max_outputs, self.abort_rate = kinds, longest, max_outputs, abort_rate
+        self.ask_rate = ask_rate
         self.local, self.sources, self.handovers = {}, {}, {}
         self.stale = []
         self.aborted = set()
@@ -41,7 +50,9 @@ class Traffic:
 
     def request(self, prompt):
         self.count += 1
-        stop = {} if self.random.random() < 0.5 else {"ignore_eos": False}
+        stop = {} if self.random.random() < 0.3 else {"ignore_eos": False, "min_tokens": self.random.choice((0, 0, 2))}
+        if self.random.random() < 0.5:
+            stop["stop_token_ids"] = tuple(self.random.sample(range(90), self.random.choice((4, 12))))
         extra = {"num_logprobs": 0} if self.random.random() < 0.1 else {}
         return request_of(
             prompt,
@@ -72,7 +83,7 @@ class Traffic:
     # What happens.
 
     def step(self, *, asks=True):
-        if asks and self.random.random() < 0.5:
+        if asks and self.random.random() < self.ask_rate:
             self.ask()
         for handover in list(self.handovers.values()):
             handover.step()
@@ -107,10 +118,22 @@ class Traffic:
         return bool(self.handovers or self.stale or any(seq in self.rig.sink.prefilled for seq in self.sources))
 
     def truth(self, request):
-        stop = () if request.stop.ignore_eos else (EOS,)
         limit = min(request.stop.max_tokens, self.rig.engine._facts.max_positions - request.num_prompt_tokens)
-        ring = self.rig.ring_tokens
-        return reply(request.token_ids, limit, request.sampling.seed, ring_tokens=ring, stop=stop)
+        return reply(
+            request.token_ids,
+            limit,
+            request.sampling.seed,
+            ring_tokens=self.rig.ring_tokens,
+            stop=self.stops(request),
+            min_tokens=request.stop.min_tokens,
+        )
+
+    def stops(self, request):
+        return {*request.stop.stop_token_ids, *(() if request.stop.ignore_eos else (EOS,))}
+
+    def reason(self, request, wanted):
+        ends = wanted[-1] in self.stops(request) and len(wanted) > request.stop.min_tokens
+        return FinishReason.STOP if ends else FinishReason.LENGTH
 
     def verify(self):
         sink = self.rig.sink
@@ -119,8 +142,7 @@ class Traffic:
             if seq in sink.finished:
                 assert got == wanted, f"sequence {seq}: {got} is not {wanted}"
                 assert sink.finished[seq].num_output_tokens == len(wanted)
-                stopped = not request.stop.ignore_eos and wanted[-1] == EOS
-                assert sink.finished[seq].reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+                assert sink.finished[seq].reason is self.reason(request, wanted)
                 assert seq in sink.started
             else:
                 assert got == wanted[: len(got)]
@@ -186,7 +208,6 @@ class HandOver:
         self.next_token = 0
         self.waiting = False
         self.arriving = []
-        self.landed = []
 
     def on_booked(self, result):
         if isinstance(result, TandemError):
@@ -199,9 +220,11 @@ class HandOver:
         self.waiting = False
         if isinstance(result, TandemError):
             self._gone()
+        elif self.traffic.random.random() < 0.5:
+            # The fastest writer there can be: bytes arrive while steps that used the pages before may be in flight.
+            self._write(result)
         else:
             self.arriving.append(result)
-            self.landed.extend(result.pages)
 
     def step(self):
         traffic, total = self.traffic, len(self.request.token_ids)
@@ -236,9 +259,7 @@ class HandOver:
             ring, total = rig.ring_tokens, len(self.request.token_ids)
             for position in range(max(0, total - ring), total):
                 rig.runner.rings[self.booking.row, position % ring] = self.request.token_ids[position]
-        over = len(wanted) == 1
-        stopped = over and wanted[0] == EOS and not self.request.stop.ignore_eos
-        reason = None if not over else FinishReason.STOP if stopped else FinishReason.LENGTH
+        reason = traffic.reason(self.request, wanted) if len(wanted) == 1 else None
         rig.engine.commit(self.seq, wanted[:1], (), reason, 0)
         rig.sink.tokens[self.seq] = wanted[:1]
         rig.sink.first_position[self.seq] = 0

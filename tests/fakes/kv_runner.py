@@ -31,14 +31,14 @@ def _choose(tokens, positions, ring, seed, vocab_size):
     return (value * 0x2545F4914F6CDD1D % _M) % vocab_size
 
 
-def reply(prompt, num_tokens, seed=0, vocab_size=97, ring_tokens=0, stop=()):
+def reply(prompt, num_tokens, seed=0, vocab_size=97, ring_tokens=0, stop=(), min_tokens=0):
     """The outputs that an undisturbed run gives."""
     tokens = list(prompt)
-    for _ in range(num_tokens):
+    for count in range(1, num_tokens + 1):
         context = np.array(tokens, np.int64)
         ring = context[-ring_tokens:] if ring_tokens else context[:0]
         tokens.append(_choose(context, np.arange(len(context)), ring, seed, vocab_size))
-        if tokens[-1] in stop:
+        if tokens[-1] in stop and count > min_tokens:
             break
     return tokens[len(prompt) :]
 
