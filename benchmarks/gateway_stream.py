@@ -1,8 +1,9 @@
 """Streamed tokens per CPU-second of the gateway's HTTP and text part, against a generator that ticks like an engine.
 
 Server and client are separate processes on real sockets; only the server's CPU time counts. The generator hands one
-token to every open stream each step; what it costs by itself is measured too (`source only`) and stated beside the
-figures, not subtracted. Required (architecture A17, with full parsing): 75,000 at 256 streams, 55,000 at 64.
+token to every open stream each step. Beside the figures stand what it costs by itself (`source only`) and the floor:
+the same ticks through the same server with a constant chunk instead of HTTP and text work (`bare`); neither is
+subtracted. Required (architecture A17, with full parsing): 75,000 at 256 streams, 55,000 at 64.
 Run: `python -m benchmarks.gateway_stream [--record] [--seconds S] [--runs N]`.
 """
 
@@ -37,6 +38,14 @@ from gateway.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer import build_tokenizer
 
 STEP_S = 0.010
+ANY_PROMPT = Prompt(
+    request_id=RequestId(""),
+    model="",
+    token_ids=(1,),
+    sampling=SamplingParams(),
+    stop=StopRules(max_tokens=1),
+    timeout_s=1,
+)
 REQUIRED = {64: 55_000, 256: 75_000}
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -44,7 +53,10 @@ CHAT: dict[str, Any] = {
     "stream": True,
     "max_completion_tokens": 100_000_000,
 }
+BARE_CHUNK = b"data: " + b"x" * 186 + b"\n\n"
+"""About as long as a chat chunk."""
 CASES: dict[str, dict[str, Any]] = {
+    "bare": {"bare": True},
     "chat": CHAT,
     "chat, 4 stop strings, usage": {
         **CHAT,
@@ -108,9 +120,27 @@ class Measured:
         self._generator = generator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/_cpu":
+        if scope["type"] != "http" or not scope["path"].startswith("/_"):
             await self._api(scope, receive, send)
-            return
+        elif scope["path"] == "/_bare":
+            await self._stream_bare(receive, send)
+        else:
+            await self._tell_cpu(send)
+
+    async def _stream_bare(self, receive: Receive, send: Send) -> None:
+        leaving = asyncio.create_task(self._leave(receive))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async for _ in self._generator.generate(ANY_PROMPT):
+            await send({"type": "http.response.body", "body": BARE_CHUNK, "more_body": True})
+            if leaving.done():
+                return
+
+    @staticmethod
+    async def _leave(receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def _tell_cpu(self, send: Send) -> None:
         generator = self._generator
         body = json.dumps([time.process_time(), generator.num_tokens, generator.num_behind]).encode()
         length = (b"content-length", str(len(body)).encode())
@@ -149,19 +179,11 @@ async def source_only(directory: Path, num_streams: int, seconds: float) -> floa
     """Tokens per CPU-second of the generator with consumers that do nothing."""
     generator = TickingGenerator(example_tokens(build_tokenizer(directory)))
 
-    async def consume(number: int) -> None:
-        prompt = Prompt(
-            request_id=RequestId(""),
-            model="",
-            token_ids=(1,),
-            sampling=SamplingParams(seed=number),
-            stop=StopRules(max_tokens=1),
-            timeout_s=1,
-        )
-        async for _ in generator.generate(prompt):
+    async def consume() -> None:
+        async for _ in generator.generate(ANY_PROMPT):
             pass
 
-    tasks = [asyncio.create_task(consume(n)) for n in range(num_streams)]
+    tasks = [asyncio.create_task(consume()) for _ in range(num_streams)]
     tasks.append(asyncio.create_task(generator.tick()))
     await asyncio.sleep(0.2)
     start, tokens = time.process_time(), generator.num_tokens
@@ -196,8 +218,8 @@ class Streams:
             body = json.dumps({**payload, "seed": number}).encode()
             link = socket.create_connection(("127.0.0.1", port))
             link.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+                b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                % (b"/_bare" if "bare" in payload else b"/v1/chat/completions", len(body), body)
             )
             link.setblocking(False)
             self._links[link.fileno()] = link

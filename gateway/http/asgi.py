@@ -3,6 +3,7 @@
 Built by `build_asgi`; the composition root gives it the cluster (`Generator`), the tokenizer and the clocks.
 """
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -216,10 +217,10 @@ class Api:
         metrics = self._metrics
         metrics.open_requests.inc()
         try:
-            if stream:
-                await exchange.answer_stream(self._generator)
-            else:
-                await exchange.answer_whole(self._generator, started_at)
+            generator = self._generator
+            work = exchange.answer_stream(generator) if stream else exchange.answer_whole(generator, started_at)
+            # A task of its own keeps the frames that wake up for every token few; cancelling this one cancels it.
+            await asyncio.create_task(work)
         finally:
             metrics.open_requests.dec()
             metrics.duration.labels(route).observe(self._clock.now() - started_at)

@@ -56,7 +56,10 @@ class Client:
         """Send part of a streamed body; waits while the connection's buffer is full."""
         # The dict is reused: the server reads it before it returns, and one is needed per token.
         self._chunk["body"] = body
-        await self._write(self._chunk)
+        self.is_sending = True
+        await self._send(self._chunk)
+        self.is_sending = False
+        self.num_sends += 1
 
     async def end_stream(self, body: bytes = b"") -> None:
         """Send the last part of a streamed body."""

@@ -4,9 +4,9 @@ Knows the `Generator` and the text of a sample; knows no HTTP and no answer form
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Sample:
     text: SampleText
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """One step of one sample. `cached_tokens` is set once per sample."""
 
     sample: Sample
@@ -43,11 +43,13 @@ class _Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def run_samples(generator: Generator, samples: Sequence[Sample], sink: Sink) -> None:
+def run_samples(generator: Generator, samples: Sequence[Sample], sink: Sink) -> Coroutine[Any, Any, None]:
     """Generate all samples side by side until each has finished; on any error or cancellation all are closed."""
-    if len(samples) == 1:
-        await _run_one(generator, samples[0], sink)
-        return
+    # Returned rather than awaited here: each frame between the event loop and a stream is walked for every token.
+    return _run_one(generator, samples[0], sink) if len(samples) == 1 else _run_many(generator, samples, sink)
+
+
+async def _run_many(generator: Generator, samples: Sequence[Sample], sink: Sink) -> None:
     queue: asyncio.Queue[Progress | Exception] = asyncio.Queue(maxsize=2 * len(samples))
     tasks = [asyncio.create_task(_pump(generator, sample, queue)) for sample in samples]
     try:

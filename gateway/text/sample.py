@@ -15,7 +15,7 @@ from gateway.text.stop import StopScanner
 from gateway.text.vocabulary import Vocabulary
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one delta adds for the client. A msgspec struct because one is made per token."""
 
     text: str
