@@ -12,7 +12,9 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     id: Annotated[str, Meta(min_length=1)]
     """Stable name of the process slot, e.g. ``decode-1``."""
     host: str = "127.0.0.1"
-    """Address to listen on; peers connect to it."""
+    """Address to listen on."""
+    advertise_host: str = ""
+    """Address that peers and gateways connect to; empty: `host`. KV data has its own: `transfer.advertise_host`."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """gRPC port; 0 lets the system choose, the bound one is published."""
     http_port: Annotated[int, Meta(ge=0, le=65535)] = 0

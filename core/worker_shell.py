@@ -115,7 +115,7 @@ class WorkerShell:
         listener = Listener(self._section.host, self._section.http_port, probes)
         port = listener.start()
         stack.callback(listener.close)
-        self.http_address = f"{self._section.host}:{port}"
+        self.http_address = self._address(port)
 
     def enter(self, state: State) -> None:
         """Move the life cycle while starting."""
@@ -136,7 +136,7 @@ class WorkerShell:
         add_kv_index(server, body)
         port = await server.start(self._section.host, self._section.port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        registration = register(f"{self._section.host}:{port}", self.http_address)
+        registration = register(self._address(port), self.http_address)
         self._facts = _facts(registration)
         await self._refresh(body, exported)
         self._lifecycle.move(State.READY)
@@ -190,6 +190,10 @@ class WorkerShell:
         self._is_registered = self._membership is not None and self._membership.holds_lease
         self._load = await body.load()
         exported.update((await body.statistics(audit=False)).values)
+
+    def _address(self, port: int) -> str:
+        host = self._section.advertise_host or self._section.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _current_load(self) -> Load:
         assert self._load is not None
