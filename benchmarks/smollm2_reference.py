@@ -125,7 +125,7 @@ def _margin(logits: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compare SmolLM2 with Transformers.")
     parser.add_argument("--cache-dir", type=Path, default=cache_directory())
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))

@@ -84,11 +84,12 @@ class PagedAttention:
     def _by_token(self, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor) -> None:
         batch = self._batch
         for i in range(batch.num_rows):
-            begin, end = int(batch.q_start[i]), int(batch.q_start[i + 1])
+            begin, end, start = int(batch.q_start[i]), int(batch.q_start[i + 1]), int(batch.seq_start[i])
+            length = start + end - begin
+            keys, values = _gather(pages, batch.page_table[i, : -(-length // batch.page_tokens)], length)
             for at in range(begin, end):
-                length = int(batch.seq_start[i]) + at - begin + 1
-                used = batch.page_table[i, : -(-length // batch.page_tokens)]
-                out[at] = attend_token(query[at], *_gather(pages, used, length))
+                seen = start + at - begin + 1
+                out[at] = attend_token(query[at], keys[:, :seen], values[:, :seen])
 
     def _chunk(self, row: int) -> _Chunk:
         batch = self._batch
