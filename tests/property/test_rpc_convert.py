@@ -243,7 +243,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_a_struct_comes_back_equal_through_bytes(name, data):
     strategy, encode, message, decode = PAIRS[name]
@@ -268,7 +268,7 @@ def test_no_field_of_the_wire_is_forgotten(name):
     strategy, encode, message, _decode = PAIRS[name]
     written: set[str] = set()
 
-    @settings(max_examples=300, derandomize=True, deadline=None)
+    @settings(max_examples=150, derandomize=True, deadline=None)
     @given(strategy)
     def collect(struct):
         note(encode(struct))

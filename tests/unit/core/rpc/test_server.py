@@ -92,21 +92,17 @@ async def test_an_environment_proxy_is_not_asked(monkeypatch):
 
 async def test_every_channel_is_a_connection_of_its_own():
     """Streams to one worker share no connection, so one that breaks or stalls takes no other with it."""
-    connections = asyncio.Queue()
-
-    async def accept(reader, writer):
-        connections.put_nowait(writer)
-        await reader.read()
-        writer.close()
-
-    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
-    channels = [open_channel(f"127.0.0.1:{listening.sockets[0].getsockname()[1]}") for _ in range(2)]
-    for channel in channels:
-        channel.get_state(try_to_connect=True)
-    async with asyncio.timeout(5):
-        for _ in channels:
-            await connections.get()
-    for channel in channels:
-        await channel.close()
-    listening.close()
-    await listening.wait_closed()
+    loop = asyncio.get_running_loop()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.setblocking(False)
+        channels = [open_channel(f"127.0.0.1:{listening.getsockname()[1]}") for _ in range(2)]
+        for channel in channels:
+            channel.get_state(try_to_connect=True)
+        async with asyncio.timeout(5):
+            for _ in channels:
+                connection, _address = await loop.sock_accept(listening)
+                connection.close()
+        for channel in channels:
+            await channel.close()
