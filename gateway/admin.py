@@ -92,11 +92,16 @@ class GatewayAdmin:
             "http_address": told.http_address,
             "model": told.model,
             "fingerprint": told.fingerprint.hex()[:12],
+            "prefill_mode": told.prefill_mode,
+            "transports": told.transports,
+            "max_tokens_total": told.max_tokens_total,
             "state": load.state.value if load is not None else State.STARTING.value,
             "routable": ready,
             "failures": member.breaker.failures,
             "running": load.running_requests if load is not None else 0,
             "waiting": load.waiting_requests if load is not None else 0,
+            "prefill_tokens_per_s": load.prefill_tokens_per_s if load is not None else 0.0,
+            "step_ms": load.step_ms if load is not None else 0.0,
             "index_pages": self._index.pages(member.slot),
         }
 

@@ -19,6 +19,8 @@ from gateway.fleet import MODES, Fleet
 
 RECENT_HALF_LIFE_S = 60.0
 """How fast the long-term load of a worker forgets."""
+ANY_TRANSPORT = "auto"
+MAX_TRANSPORTS = 63
 FORGET_BREAKER_S = 600.0
 """A name not seen for this long loses its breaker."""
 
@@ -288,10 +290,7 @@ class Directory:
         fleet.model[slot] = self.names.models.code(told.model)
         fleet.fingerprint[slot] = self.names.fingerprints.code(told.fingerprint)
         fleet.domain[slot] = self.names.domains.code(told.domain)
-        # Beyond 62 names a transport is simply not told apart: the pair is then tried, and refused by its handshake.
-        fleet.transports[slot] = sum(
-            1 << code for code in {self.names.transports.code(name) for name in told.transports} if code < 63
-        )
+        fleet.transports[slot] = self._transport_bits(told.transports)
         fleet.mode[slot] = MODES.get(told.prefill_mode, MODES["remote"])
         fleet.key[slot] = zlib.crc32(told.worker_id.encode())
         fleet.page_tokens[slot] = told.page_tokens
@@ -299,6 +298,13 @@ class Directory:
         fleet.num_pages[slot] = told.num_pages
         fleet.rows[slot] = told.num_rows
         fleet.pages_free[slot] = told.num_pages
+
+    def _transport_bits(self, transports: tuple[str, ...]) -> int:
+        """Return the set of names as bits; 0, which pairs with all, if it cannot be told: the handshake then decides."""
+        codes = {self.names.transports.code(name) for name in transports}
+        if ANY_TRANSPORT in transports or any(code >= MAX_TRANSPORTS for code in codes):
+            return 0
+        return sum(1 << code for code in codes)
 
     def _publish(self, member: Member) -> None:
         if not member.alive:

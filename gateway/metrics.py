@@ -25,6 +25,10 @@ class GatewayMetrics:
         self.placements = metrics.counter(
             "tandem_gateway_prefill_placements_total", "Prefill workers named after another was lost or refused."
         )
+        self.fallbacks = metrics.counter(
+            "tandem_gateway_prefill_fallbacks_total",
+            "Attempts whose decode worker computes the prompt although it should not: no prefill worker could be had.",
+        )
         self.surplus_tokens = metrics.counter(
             "tandem_gateway_repeated_tokens_total", "Output tokens that came again and were dropped."
         )

@@ -167,12 +167,25 @@ class SampleRun:
         progress.attempts += 1
         progress.placements = 0
         cluster.metrics.attempts.inc()
+        cluster.metrics.prefix_share.observe(placed.choice.matched_prefill / self._work.num_tokens)
+        if placed.prefill is None and placed.decode.registration.prefill_mode == "remote":
+            cluster.metrics.fallbacks.inc()
         try:
             mailbox = link.submit(handle, request, target_of(placed.prefill))
         except WorkerLost as error:
             self._work.avoid_decode.add(placed.decode)
             self._failure = Failure(error, by_worker=False)
             return None
+        logger.debug(
+            "request %s: attempt %d at prefill %s, decode %s, predicted %.4f s, %d of %d tokens cached",
+            self._request_id,
+            request.attempt,
+            placed.prefill.worker_id if placed.prefill is not None else "none",
+            placed.decode.worker_id,
+            placed.choice.seconds,
+            placed.choice.matched_prefill,
+            self._work.num_tokens,
+        )
         self._eos = placed.decode.registration.eos_token_ids
         dispatch = Dispatch(
             cluster.directory,

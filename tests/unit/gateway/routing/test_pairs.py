@@ -164,6 +164,14 @@ def test_a_common_transport_is_required():
     assert {cluster.names()[0] for _ in range(5)} == {"p2"}
 
 
+@pytest.mark.parametrize("told", [(), ("auto",)])
+def test_a_worker_that_does_not_tell_its_transports_pairs_with_all(told):
+    cluster = Cluster()
+    cluster.add("p1", transports=("shm",))
+    cluster.add("d1", transports=told)
+    assert cluster.names() == ("p1", "d1")
+
+
 def test_a_local_decode_worker_needs_no_prefill_worker():
     cluster = Cluster()
     cluster.add("p1")
