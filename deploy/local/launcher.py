@@ -56,7 +56,9 @@ class Launcher:
         return sorted(self._slots)
 
     def describe(self) -> dict[str, object]:
-        """Return the cluster as `tandem status` shows it."""
+        """Return the cluster as `tandem status` shows it; notices restarted processes that have become ready."""
+        for slot in self._slots.values():
+            slot.poll_ready()
         gateway = self._slots.get(GATEWAY_ID)
         return {
             "name": self._spec.name,

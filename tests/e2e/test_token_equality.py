@@ -69,11 +69,15 @@ def answers_together(cluster):
     ]
 
 
+def long_body(model):
+    return {"model": model, "prompt": PROMPTS[0], "max_tokens": 500, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+
+
 def truth(tmp_path_factory, model):
     with running_cluster(
         tmp_path_factory.mktemp("truth"), "--prefill", "0", "--prefill-mode", "local", model=model
     ) as cluster:
-        return answers(cluster)
+        return answers(cluster), complete(cluster.base_url, long_body(model))["choices"][0]["text"]
 
 
 @pytest.fixture(scope="module", params=["tiny-llama-f64", "tiny-window-f64"])
@@ -83,7 +87,7 @@ def model_and_truth(request, tmp_path_factory):
 
 @pytest.mark.parametrize("transfer", ["shm", "tcp"])
 def test_disaggregated_text_equals_the_single_worker(model_and_truth, transfer, tmp_path):
-    model, expected = model_and_truth
+    model, (expected, long_text) = model_and_truth
     flags = (
         "--transfer",
         transfer,
@@ -104,14 +108,12 @@ def test_disaggregated_text_equals_the_single_worker(model_and_truth, transfer, 
             if "transfer_bytes_pulled" in s.values
         )
         assert pulled > 0
-        assert_resumed_text_is_equal(cluster, expected)
+        assert_resumed_text_is_equal(cluster, long_text)
         wait_for(lambda: findings(cluster) == [], 10, f"audit: {findings(cluster)}")
 
 
-def assert_resumed_text_is_equal(cluster, expected):
+def assert_resumed_text_is_equal(cluster, long_text):
     """Kill the decode worker that owns a stream in its middle; the client must not notice."""
-    body = {**bodies(cluster.model)[1], "max_tokens": MAX_TOKENS}
-    del body["logprobs"]
     killed = threading.Event()
 
     def kill_owner(text):
@@ -123,24 +125,19 @@ def assert_resumed_text_is_equal(cluster, expected):
             killed.set()
             cluster.kill(owners[0], signal.SIGKILL)
 
-    result = stream_text(cluster.base_url, body, kill_owner)
+    result = stream_text(cluster.base_url, long_body(cluster.model), kill_owner)
     assert killed.is_set(), "the stream ended before its worker could be killed"
     assert result["error"] is None, result
-    assert result["text"] == expected[1][0], "after kill and resume"
+    assert result["text"] == long_text, "after kill and resume"
     assert result["done"]
     cluster.wait_ready(4)
 
 
 def test_retraction_does_not_change_text(model_and_truth, tmp_path):
-    model, expected = model_and_truth
-    flags = (
-        "--set",
-        "decode:engine.num_pages=44",
-        "--set",
-        "all:engine.page_tokens=16",
-        "--set",
-        "all:engine.audit_every_steps=1",
-    )
+    model, (expected, _) = model_and_truth
+    tight = ("num_pages=32", "horizon_tokens=0", "finish_reserve_pages=0")
+    flags = [part for value in tight for part in ("--set", f"decode:engine.{value}")]
+    flags += ["--set", "all:engine.audit_every_steps=1"]
     with running_cluster(tmp_path, *flags, model=model) as cluster:
         assert answers_together(cluster) == expected
         retracted = statistics(cluster)["decode-1"].values["engine_retractions"]

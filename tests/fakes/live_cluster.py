@@ -40,8 +40,10 @@ class Cluster:
         return next(p for p in self.processes() if p["id"] == worker_id)
 
     def kill(self, worker_id: str, number: int = signal.SIGKILL) -> int:
+        """Kill a process and wait until the launcher has noticed."""
         pid = self.worker(worker_id)["pid"]
         os.kill(pid, number)
+        wait_for(lambda: self.worker(worker_id)["pid"] != pid, 10, f"the end of {worker_id} was not noticed")
         return pid
 
     def wait_ready(self, count: int, timeout_s: float = 60) -> None:
