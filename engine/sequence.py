@@ -6,9 +6,9 @@ Used by the scheduler thread only.
 ::
 
     submit, submit_source: WAITING ─► PREFILLING ─► RUNNING ─► ENDED       (source: PREFILLING ─► HELD ─► ENDED)
-    book:                  BOOKING ─► BOOKED ─► LANDING ─► RUNNING          (with a prefix of all but one page: no LANDING)
+    book:                  BOOKING ─► BOOKED ─► LANDING ─► RUNNING
     out of pages:          PREFILLING | RUNNING ─► RETRACTED ─► PREFILLING
-    abort under transfer:  BOOKED | LANDING ─► ABANDONED ─► ENDED           (waits for `drop`)
+    abort under transfer:  LANDING ─► ABANDONED ─► ENDED                    (waits for `drop`)
 """
 
 import enum
@@ -49,10 +49,8 @@ _NEXT: dict[SeqState, frozenset[SeqState]] = {
     SeqState.HELD: frozenset({SeqState.ENDED}),
     SeqState.RETRACTED: frozenset({SeqState.PREFILLING, SeqState.ENDED}),
     SeqState.BOOKING: frozenset({SeqState.BOOKED, SeqState.ENDED}),
-    SeqState.BOOKED: frozenset(
-        {SeqState.LANDING, SeqState.RUNNING, SeqState.PREFILLING, SeqState.ABANDONED, SeqState.ENDED}
-    ),
-    SeqState.LANDING: frozenset({SeqState.RUNNING, SeqState.PREFILLING, SeqState.ABANDONED, SeqState.ENDED}),
+    SeqState.BOOKED: frozenset({SeqState.LANDING, SeqState.ENDED}),
+    SeqState.LANDING: frozenset({SeqState.RUNNING, SeqState.ABANDONED, SeqState.ENDED}),
     SeqState.ABANDONED: frozenset({SeqState.ENDED}),
     SeqState.ENDED: frozenset(),
 }

@@ -118,16 +118,22 @@ class Admission:
                     gate.close()
                 else:
                     gate.keep(self._least_need(SeqId(int(seqs[index]))))
-        self._book(gate, now)
+        booked = self._book(gate, now)
         attempts = 0
         for index in order[~first].tolist():
             if not goes_on or gate.is_closed or attempts == MAX_ATTEMPTS:
                 break
             goes_on = self._admit(SeqId(int(seqs[index])), gate, on_admitted, admitted, index)
             attempts += not admitted[index]
-        if admitted.any():
-            waiting.note_bypass(seqs[prefill.passed_over(candidates, admitted) & ~candidates.retracted])
-            self._booking_bypassed += bool(self._bookings)
+        self._booking_bypassed += bool(self._bookings) and bool(admitted.any())
+        if booked or admitted.any():
+            # Bookings overtake prompts too.
+            overtaken = prefill.passed_over(
+                np.concatenate((candidates.arrival, [seq.arrival for seq in booked])),
+                np.concatenate((candidates.priority, [seq.request.priority for seq in booked])),
+                np.concatenate((admitted, np.ones(len(booked), np.bool_))),
+            )
+            waiting.note_bypass(seqs[overtaken[: len(seqs)] & ~candidates.retracted])
 
     def _admit(
         self,
@@ -184,7 +190,8 @@ class Admission:
         if cached >= len(seq.hashes) or seq.deferrals >= MAX_DEFERRALS or not self._holdings.reuses_pages:
             return False
         rows = self._holdings.rows
-        for row in rows.in_state(RowState.PREFILLING).tolist():
+        computing = rows.in_state(RowState.PREFILLING, RowState.RUNNING)
+        for row in computing[rows.committed[computing] < rows.goal[computing]].tolist():
             other = self._holdings.sequences[SeqId(int(rows.seq[row]))]
             if rows.tree_pages[row] <= cached < len(other.hashes) and other.hashes[cached] == seq.hashes[cached]:
                 seq.deferrals += 1
@@ -209,16 +216,17 @@ class Admission:
 
     # Bookings.
 
-    def _book(self, gate: prefill.PageGate, now: float) -> None:
-        """Let bookings in, strictly in order, until one does not fit."""
+    def _book(self, gate: prefill.PageGate, now: float) -> list[Sequence]:
+        """Let bookings in, strictly in order, until one does not fit; returns them."""
         holdings, config = self._holdings, self._holdings.config
+        booked: list[Sequence] = []
         while self._bookings and not gate.is_closed:
             seq, since = self._bookings[0]
             if not holdings.rows.num_free:
                 # Rows are given back one by one: the head must not lose them to prompts forever.
                 if self._is_due(since, now):
                     gate.close()
-                return
+                break
             alone = not holdings.rows.num_used
             cached = holdings.lock_prefix(seq)
             total = -(-len(seq.tokens) // config.page_tokens)
@@ -227,14 +235,16 @@ class Admission:
                 holdings.unlock(seq)
                 if self._is_due(since, now):
                     gate.keep(need)
-                return
+                break
             self._bookings.popleft()
             self._booking_bypassed = 0
             row = holdings.open_row(seq, SeqState.BOOKED)
             seq.booked_pages = total
             holdings.promised_pages += need
             gate.widen(self._growth)
+            booked.append(seq)
             self.answer(seq, Booking(seq.id, cached * config.page_tokens, row))
+        return booked
 
     def _is_due(self, since: float, now: float) -> bool:
         """True if the head of the bookings was passed over so often or long that pages are kept for it."""

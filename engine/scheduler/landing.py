@@ -101,17 +101,15 @@ class Landing:
             raise Aborted("the request ended before its hand-over")
         rows, row = holdings.rows, seq.row
         have = int(rows.num_pages[row])
-        if have != seq.booked_pages or not first_tokens:
-            raise TransferFailed(
-                f"the hand-over brought {have} of {seq.booked_pages} pages, {len(first_tokens)} tokens"
-            )
-        length = len(seq.tokens)
-        total = length + len(first_tokens)
-        if total > rows.tokens.shape[1]:
-            raise TransferFailed(f"{total} tokens are more than a sequence may have here")
+        if have != seq.booked_pages:
+            raise TransferFailed(f"the hand-over brought {have} of {seq.booked_pages} pages")
+        if len(first_tokens) != 1:
+            # Draft tokens have no KV yet; taking them over comes with speculation.
+            raise TransferFailed(f"the hand-over brought {len(first_tokens)} first tokens, this engine takes one")
+        length, token = len(seq.tokens), first_tokens[0]
         holdings.pool.commit_landing(rows.pages(row, int(rows.tree_pages[row])), seq.id)
-        rows.tokens[row, length:total] = first_tokens
-        rows.known[row] = total
+        rows.tokens[row, length] = token
+        rows.known[row] = length + 1
         rows.committed[row] = length
         rows.scheduled[row] = length
         seq.computed_tokens = length
@@ -119,15 +117,9 @@ class Landing:
         if seq.num_cached_tokens < 0:
             seq.num_cached_tokens = num_cached
         holdings.publish(seq, length)
-        if len(first_tokens) == 1:
-            holdings.move(seq, SeqState.RUNNING)
-            holdings.activate(seq, first_tokens[0])
-        else:
-            # The KV of all but the last first token is computed like a chunk.
-            rows.goal[row] = total
-            holdings.move(seq, SeqState.PREFILLING)
-            holdings.activate(seq)
-        reason = finish or holdings.finish_after(seq.request, total, first_tokens[-1])
+        holdings.move(seq, SeqState.RUNNING)
+        holdings.activate(seq, token)
+        reason = finish or holdings.finish_after(seq.request, length + 1, token)
         if reason is not None:
             self._departures.finish(seq, reason)
 

@@ -29,10 +29,8 @@ AHEAD_STEPS = 2
 
 @dataclass(slots=True)
 class _Chunks:
-    """Prompts of the step under construction: those that were half computed, and those admitted in this pass."""
+    """Prompts that join the step under construction."""
 
-    budget: int
-    """Query tokens for all prompts."""
     started: list[int]
     """Rows admitted in this pass, in order."""
     left: int
@@ -49,8 +47,6 @@ class Planner:
         self._admission = admission
         self._landing = landing
         self._departures = departures
-        self._continuing: list[int] = []
-        """Rows with a half computed prompt, oldest admission first."""
 
     def plan(self, now: float) -> Plan | None:
         """Return the next step, or None if there is nothing to compute. Marks its rows as scheduled."""
@@ -90,10 +86,7 @@ class Planner:
             arrival=rows.seq[active],
             max_preempts=self._holdings.config.max_preempts,
         )
-        row = int(active[order[0]])
-        if rows.state[row] == RowState.PREFILLING:
-            self._continuing = [other for other in self._continuing if other != row]
-        self._departures.retract(self._sequence(row), now)
+        self._departures.retract(self._sequence(int(active[order[0]])), now)
         return True
 
     def _sequence(self, row: int) -> Sequence:
@@ -168,39 +161,39 @@ class Planner:
     def _chunk(self, now: float, num_decode: int) -> tuple[list[int], I32]:
         """Admit prompts and cut the step's budget; returns rows and chunk lengths, all positive."""
         config, rows = self._holdings.config, self._holdings.rows
-        self._continuing = [row for row in self._continuing if self._is_continuing(row)]
         budget = prefill.prefill_budget(config.chunk_tokens, num_decode, config.page_tokens)
         cap = prefill.continuing_budget(
             budget, config.continuing_share, config.page_tokens, others_wait=self._admission.num_waiting > 0
         )
-        held_back = self._split(self._continuing, cap)
-        index = np.array(self._continuing, np.int64)
-        unfinished = int(np.count_nonzero(rows.scheduled[index] + held_back < rows.goal[index]))
-        chunks = _Chunks(budget, [], budget - int(held_back.sum()), unfinished)
+        there = self._half_computed()
+        held_back = self._split(there, cap)
+        unfinished = int(np.count_nonzero(rows.scheduled[there] + held_back < rows.goal[there]))
+        chunks = _Chunks(started=[], left=budget - int(held_back.sum()), partial=unfinished)
         self._admission.run(now, lambda seq: self._start(chunks, seq.row), has_tokens=self._takes_more(chunks))
-        started = self._split(chunks.started, budget - int(held_back.sum()))
+        newcomers = np.array(chunks.started, np.int64)
+        started = self._split(newcomers, budget - int(held_back.sum()))
         # What newcomers leave goes back to those who were there.
-        continuing = self._split(self._continuing, budget - int(started.sum()))
-        chosen = self._continuing + chunks.started
+        continuing = self._split(there, budget - int(started.sum()))
         lengths = np.concatenate((continuing, started))
-        self._continuing = chosen
-        keep = lengths > 0
-        return [row for row, kept in zip(chosen, keep.tolist(), strict=True) if kept], lengths[keep]
+        chosen = np.concatenate((there, newcomers))[lengths > 0]
+        return chosen.tolist(), lengths[lengths > 0]
 
-    def _is_continuing(self, row: int) -> bool:
+    def _half_computed(self) -> I64:
+        """Return the rows whose prompts are computed in part, oldest first."""
         rows = self._holdings.rows
-        return bool(rows.state[row] == RowState.PREFILLING and rows.scheduled[row] < rows.goal[row])
+        there = rows.in_state(RowState.PREFILLING)
+        there = there[rows.scheduled[there] < rows.goal[there]]
+        return there[np.argsort(rows.seq[there])]
 
-    def _split(self, chosen: list[int], budget: int) -> I32:
+    def _split(self, index: I64, budget: int) -> I32:
         rows = self._holdings.rows
-        index = np.array(chosen, np.int64)
         return prefill.split_budget(rows.scheduled[index], rows.goal[index], budget, self._holdings.config.page_tokens)
 
     def _start(self, chunks: _Chunks, row: int) -> bool:
         """Note an admitted prompt; returns True if another one may follow in this step."""
         rows = self._holdings.rows
         chunks.started.append(row)
-        length = int(self._split([row], chunks.left)[0])
+        length = int(self._split(np.array([row]), chunks.left)[0])
         chunks.left -= length
         chunks.partial += int(rows.scheduled[row]) + length < int(rows.goal[row])
         return self._takes_more(chunks)

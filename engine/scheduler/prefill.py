@@ -55,14 +55,13 @@ def admission_order(waiting: Candidates, has_reservation: Mask) -> I64:
     return np.lexsort((waiting.arrival, -ratio, ~has_reservation, level))
 
 
-def passed_over(waiting: Candidates, admitted: Mask) -> Mask:
-    """Return the candidates that a later arrival of the same class, or of a lower one, overtook in this pass."""
+def passed_over(arrival: I64, priority: I32, admitted: Mask) -> Mask:
+    """Return who was overtaken in a pass: not admitted, while a later arrival of the same class or a lower one was."""
     overtaken = np.zeros(len(admitted), np.bool_)
-    for level in np.unique(waiting.priority[~admitted]):
-        beside = admitted & (waiting.priority >= level)
+    for level in np.unique(priority[~admitted]):
+        beside = admitted & (priority >= level)
         if beside.any():
-            latest = waiting.arrival[beside].max()
-            overtaken |= ~admitted & (waiting.priority == level) & (waiting.arrival < latest)
+            overtaken |= ~admitted & (priority == level) & (arrival < arrival[beside].max())
     return overtaken
 
 

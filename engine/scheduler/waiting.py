@@ -40,11 +40,6 @@ class WaitingTable:
         """Tokens that the whole queue has to compute, as far as known at arrival."""
         return int(self._uncached[: len(self._slot)].sum())
 
-    @property
-    def num_retracted(self) -> int:
-        """Waiting sequences that were running before."""
-        return int(np.count_nonzero(self._retracted[: len(self._slot)]))
-
     def add(
         self,
         seq: SeqId,

@@ -47,7 +47,11 @@ def duplicates_stay_in_the_mirror(patch):
 
 def retraction_forgets_outputs(patch):
     real = Holdings.close_row
-    patch.setattr(Holdings, "close_row", lambda self, seq, *, keep_tokens=False: real(self, seq))
+
+    def close_row(self, seq, *, keep_tokens=False):
+        real(self, seq)
+
+    patch.setattr(Holdings, "close_row", close_row)
 
 
 def growth_comes_a_token_late(patch):
