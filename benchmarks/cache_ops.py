@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=300, help="chains in the tree beforehand")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/cache_ops.json")
+    parser.add_argument("--note", default="", help="what else bears on the figures")
     options = parser.parse_args()
     world = World(options.pages, options.chains, options.seed)
     found = measure_tree(world, options.repeats) | measure_pool(world, options.repeats)
@@ -203,7 +204,9 @@ def main() -> None:
         print(f"{name:44}{timing.best_us:9.1f}{timing.median_us:9.1f}{timing.p99_us:9.1f}{budget}")
     if options.record:
         rows = [{"operation": n, **asdict(t), "budget_us": BUDGET_US.get(n)} for n, t in found.items()]
-        write_record("cache_ops", {"page_tokens": PAGE_TOKENS, "numpy": np.__version__, "operations": rows})
+        write_record(
+            "cache_ops", {"page_tokens": PAGE_TOKENS, "numpy": np.__version__, "operations": rows}, note=options.note
+        )
 
 
 if __name__ == "__main__":
