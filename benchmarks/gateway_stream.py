@@ -10,6 +10,7 @@ Run: `python -m benchmarks.gateway_stream [--record] [--seconds S] [--runs N]`.
 import argparse
 import asyncio
 import json
+import os
 import select
 import socket
 import statistics
@@ -277,6 +278,7 @@ def main() -> None:
     if arguments.serve:
         uvloop.run(serve(arguments.serve))
         return
+    load_before = os.getloadavg()
     with tempfile.TemporaryDirectory() as directory:
         results: dict[str, Any] = {}
         for num_streams in REQUIRED:
@@ -304,7 +306,10 @@ def main() -> None:
     for key, row in results.items():
         print(f"{key:48s}", "  ".join(f"{name} {value:,.2f}" for name, value in row.items()))
     if arguments.record:
-        note = f"required (A17): {REQUIRED}; step {STEP_S * 1000:.0f} ms; medians of interleaved runs, shared machine"
+        note = (
+            f"required (A17): {REQUIRED}; step {STEP_S * 1000:.0f} ms; medians of interleaved runs; the machine is shared: "
+            f"load average {load_before[0]:.1f} before and {os.getloadavg()[0]:.1f} after, so read figures against `bare`"
+        )
         print(write_record("gateway_stream", results, note=note))
 
 

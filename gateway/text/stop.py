@@ -21,7 +21,8 @@ class StopScanner:
 
     def push(self, text: str) -> str:
         """Return the text that can no longer belong to a stop string; on a match, all text before it."""
-        if not self._stops:
+        if not self._held and self._starts.isdisjoint(text):
+            # Nothing begins here (or there are no stop strings at all): the case of almost every token.
             return text
         buffer = self._held + text
         best: tuple[int, int, str] | None = None
