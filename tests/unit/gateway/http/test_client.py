@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.generation import Delta
 from gateway.http.config import ApiConfig
 from gateway.http.server import HttpServer
 from gateway.text.tokenizer import Tokenizer
-from tests.fakes.asgi import post
+from tests.fakes.asgi import Call, post
 from tests.fakes.generator import ScriptedGenerator, play
 from tests.fakes.http_api import BODY, CHAT, Serve, build_api, call_api, speaker
 
@@ -107,6 +108,28 @@ async def test_a_slow_but_reading_client_is_kept(tokenizer: Tokenizer):
     )
     assert call.is_complete
     assert call.text.endswith(b"data: [DONE]\n\n")
+
+
+async def test_clients_that_leave_at_random_moments_leave_nothing_behind(tokenizer: Tokenizer):
+    dice = random.Random(5)
+    generator = ScriptedGenerator(lambda prompt: [*play([70] * 3), asyncio.Event()][: dice.randint(1, 4)])
+    api, metrics = build_api(generator, tokenizer)
+
+    async def visit() -> Call:
+        call = post(CHAT, {**BODY, "n": dice.randint(1, 3), "stream": dice.random() < 0.7})
+        running = asyncio.create_task(call.run(api))
+        for _ in range(dice.randint(0, 25)):
+            await asyncio.sleep(0)
+        call.gone.set()
+        return await running
+
+    before = asyncio.all_tasks()
+    calls = await asyncio.gather(*(visit() for _ in range(300)))
+    assert any(call.is_complete for call in calls)
+    assert generator.num_aborted > 50
+    assert generator.num_open == 0
+    assert asyncio.all_tasks() == before
+    assert b"tandem_http_open_requests 0.0" in metrics.render()
 
 
 async def test_draining_finishes_open_streams_and_refuses_new_connections(serve: Serve, tokenizer: Tokenizer):
