@@ -32,6 +32,7 @@ PROCESSES = (
     ("gateway (`python -m gateway`)", GatewayConfig),
     ("local cluster (`tandem up -f FILE`)", ClusterSpec),
 )
+PACKAGES = ("core", "engine", "kv_transfer", "prefill_worker", "decode_worker", "gateway", "deploy", "benchmarks")
 HEAD = "<!-- Written by `python -m deploy.catalogue`; edit the code instead. -->\n\n"
 
 
@@ -49,6 +50,11 @@ def comments(kind: type) -> dict[str, str]:
             assert isinstance(text.value, ast.Constant)
             found[field.target.id] = " ".join(str(text.value.value).split())
     return found
+
+
+def cell(text: str) -> str:
+    """Return text that does not break a table."""
+    return text.replace("|", "\\|")
 
 
 def struct_of(kind: Any) -> type[msgspec.Struct] | None:
@@ -85,7 +91,7 @@ def render_config() -> str:
     parts.append("A key that does not exist is an error that names it. Units are in the names.\n")
     for title, kind in PROCESSES:
         parts.append(f"\n## {title}\n\n| setting | default | meaning |\n|---|---|---|\n")
-        parts += [f"| `{key}` | `{default}` | {meaning} |\n" for key, default, meaning in settings(kind)]
+        parts += [f"| `{key}` | `{default}` | {cell(meaning)} |\n" for key, default, meaning in settings(kind)]
     return "".join(parts)
 
 
@@ -126,7 +132,25 @@ def render_errors() -> str:
     return "".join(parts)
 
 
-PAGES = {"config.md": render_config, "metrics.md": render_metrics, "errors.md": render_errors}
+def render_modules() -> str:
+    """Return docs/modules.md: one line per module, its own first sentence."""
+    parts = [HEAD, "# Modules\n\nEvery module is one noun; the line is the first paragraph of its docstring.\n"]
+    for package in PACKAGES:
+        parts.append(f"\n## {package}/\n\n| module | what it is |\n|---|---|\n")
+        for path in sorted((DOCS.parent / package).rglob("*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text()))
+            if text:
+                first = " ".join(text.split("\n\n")[0].split())
+                parts.append(f"| `{path.relative_to(DOCS.parent)}` | {cell(first)} |\n")
+    return "".join(parts)
+
+
+PAGES = {
+    "modules.md": render_modules,
+    "config.md": render_config,
+    "metrics.md": render_metrics,
+    "errors.md": render_errors,
+}
 
 
 def main() -> None:
