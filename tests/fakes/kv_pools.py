@@ -246,15 +246,18 @@ class FakeDestinationHost:
 
     def assert_landed(self, seq: int, request: GenerateRequest, row: int, first_page: int = 0) -> None:
         """Every record of the sequence holds what the source computed for it."""
+        self.assert_landed_pages(seq, request, first_page)
+        for name in self.pool.names(paged=False):
+            view = self.pool.bytes_of(name, row)
+            assert np.array_equal(view, content((request.request_id, name), len(view))), name
+
+    def assert_landed_pages(self, seq: int, request: GenerateRequest, first_page: int = 0) -> None:
         landing = self.landings[seq]
         assert sorted(landing.pages) == list(range(first_page, -(-len(request.token_ids) // PAGE_TOKENS)))
         for index, page in landing.pages.items():
             for name in self.pool.names(paged=True):
                 view = self.pool.bytes_of(name, page)
                 assert np.array_equal(view, content((request.request_id, name, index), len(view))), (name, index)
-        for name in self.pool.names(paged=False):
-            view = self.pool.bytes_of(name, row)
-            assert np.array_equal(view, content((request.request_id, name), len(view))), name
 
     def release(self, seq: int) -> None:
         """The sequence ended after its commit."""
