@@ -132,7 +132,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _gather(pages: torch.Tensor, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values [k, n, d] of one row in position order; `pages` [num_pages, 2, k, p, d]."""
-    found = pages[table].permute(1, 2, 0, 3, 4)
+    found = pages.index_select(0, table).permute(1, 2, 0, 3, 4)
     flat = found.reshape(2, found.shape[1], -1, found.shape[4])
     return flat[0, :, :length], flat[1, :, :length]
 
@@ -141,7 +141,10 @@ def _attend_group(pages: torch.Tensor, group: _Group, query: torch.Tensor) -> to
     """Attend [b, h, d] over padded pages; products run page by page, so that no gathered key is moved again."""
     num_rows, num_heads, head_dim = query.shape
     num_pages, kv_heads, size = group.table.shape[1], pages.shape[2], pages.shape[3]
-    keys, values = pages[:, 0][group.table], pages[:, 1][group.table]  # [b, pages, k, p, d]
+    # index_select copies whole pages; indexing with a tensor moves single elements and takes several times as long.
+    flat, shape = group.table.reshape(-1), (num_rows, num_pages, kv_heads, size, head_dim)
+    keys = pages[:, 0].index_select(0, flat).view(shape)
+    values = pages[:, 1].index_select(0, flat).view(shape)
     grouped = (query * head_dim**-0.5).view(num_rows, 1, kv_heads, -1, head_dim)
     by_page = torch.matmul(grouped, keys.transpose(-1, -2))  # [b, pages, k, g, p]
     scores = by_page.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, -1, num_pages * size)

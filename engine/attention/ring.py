@@ -125,7 +125,7 @@ class RingAttention:
 def _attend_rings(rings: torch.Tensor, decode: _Decode, query: torch.Tensor) -> torch.Tensor:
     """Attend [b, h, d] over whole rings [num_rows, 2, k, c, d]; hidden slots may hold anything finite."""
     num_rows, num_heads, head_dim = query.shape
-    found = rings[decode.rows]
+    found = rings.index_select(0, decode.rows)
     grouped = (query * head_dim**-0.5).view(num_rows, rings.shape[2], -1, head_dim)
     scores = torch.matmul(grouped, found[:, 0].transpose(-1, -2)) + decode.bias
     weights = scores.softmax(-1).to(found.dtype)
