@@ -195,6 +195,8 @@ class EngineThread:
         self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join()
+        else:
+            self._runner.close()
 
     def _run(self) -> None:
         try:

@@ -160,8 +160,9 @@ class ModelRunner:
         return handle.result
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
