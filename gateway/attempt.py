@@ -12,7 +12,16 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from core.errors import DeadlineExceeded, InvariantError, NeverFits, NoCapacity, NoWorker, TandemError, WorkerLost
+from core.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvariantError,
+    NeverFits,
+    NoCapacity,
+    NoWorker,
+    TandemError,
+    WorkerLost,
+)
 from gateway.routing.job import Shortage
 
 Count = Annotated[int, Meta(ge=1)]
@@ -122,8 +131,9 @@ def after_failure(
         return GiveUp(error)
     if progress.failures >= rules.max_failures or progress.crashes >= rules.max_crashes:
         return GiveUp(_exhausted(error, progress, rules))
-    # A lost worker is no storm: as many retries as it had requests, once.
-    if by_worker and progress.received == 0 and not budget.take():
+    # A worker that is lost or leaves makes no storm: as many retries as it had requests, once.
+    is_answer = by_worker and not isinstance(error, Draining)
+    if is_answer and progress.received == 0 and not budget.take():
         return GiveUp(error)
     pause = 0.0 if progress.failures < 2 else rules.pause_s * 2.0 ** (progress.failures - 2)
     return Again(min(pause, rules.longest_pause_s, max(0.0, progress.deadline - now)))

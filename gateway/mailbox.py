@@ -42,22 +42,17 @@ class Mailbox:
         self._tokens = 0
         self._waiter: asyncio.Future[None] | None = None
 
-    def deliver(self, position: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> bool:
-        """Add tokens; False if the consumer is too far behind (the tokens are not kept)."""
+    def deliver(self, position: int, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> bool:
+        """Add tokens, whose list now belongs to the mailbox; False if the consumer is too far behind (not kept)."""
         if self._tokens + len(tokens) > self._max_tokens:
             return False
         self._tokens += len(tokens)
-        last = self._items[-1] if self._items else None
-        if (
-            isinstance(last, Run)
-            and last.position + len(last.tokens) == position
-            and (len(last.logprobs) == len(last.tokens)) == (len(logprobs) == len(tokens))
-        ):
-            last.tokens.extend(tokens)
-            last.logprobs.extend(logprobs)
-        else:
-            self._items.append(Run(position, list(tokens), list(logprobs)))
-        self._wake()
+        items = self._items
+        if not (items and _extend(items[-1], position, tokens, logprobs)):
+            items.append(Run(position, tokens, list(logprobs) if logprobs else []))
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
         return True
 
     def note(self, item: Started | Finished | NeedPrefill | Failure) -> None:
@@ -79,3 +74,16 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _extend(last: Item, position: int, tokens: list[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+    """Append to the last item if it is a run that these tokens continue."""
+    if (
+        not isinstance(last, Run)
+        or last.position + len(last.tokens) != position
+        or (len(last.logprobs) == len(last.tokens)) != (len(logprobs) == len(tokens))
+    ):
+        return False
+    last.tokens.extend(tokens)
+    last.logprobs.extend(logprobs)
+    return True

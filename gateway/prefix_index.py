@@ -114,9 +114,7 @@ class PrefixIndex:
         holder.buffer.clear()
         for batch in later:
             self.apply(slot, batch)
-        if holder.waiting:
-            return Applied.NEED_SNAPSHOT
-        return self._check_bound(holder)
+        return Applied.NEED_SNAPSHOT if holder.waiting else Applied.DONE
 
     # Expected pages
 

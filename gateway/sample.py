@@ -77,6 +77,14 @@ class _Step:
     def has_news(self) -> bool:
         return bool(self.tokens) or self.finish is not None or self.cached is not None
 
+    def delta(self) -> Delta:
+        return Delta(
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            num_cached_tokens=self.cached,
+        )
+
 
 class SampleRun:
     """Call `next_delta` until one has `finish` or it raises; then, in any case, `close`."""
@@ -90,14 +98,30 @@ class SampleRun:
         now = cluster.clock.now()
         self._progress = Progress(started_at=now, deadline=deadline)
         self._num_cached = -1
+        self._counted = 0
         self._eos: tuple[int, ...] = ()
         self._attempt: _Attempt | None = None
         self._failure: Failure | None = None
+        self._is_steady = False
+        """Tokens flow: a plain run needs no book-keeping but its count."""
         self._deadline_timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._deadline_passed)
 
     async def next_delta(self) -> Delta:
         """Wait for news. Raises a `TandemError` when the sample ends badly."""
         while True:
+            if self._attempt is not None and self._failure is None:
+                items = await self._attempt.mailbox.take()
+                if self._is_steady and len(items) == 1 and isinstance(items[0], Run):
+                    run = items[0]
+                    if run.position == len(self._output.tokens):
+                        self._output.tokens += run.tokens
+                        self._progress.received = len(self._output.tokens)
+                        return Delta(token_ids=tuple(run.tokens), logprobs=tuple(run.logprobs))
+                step = self._read(self._attempt, items)
+                self._failure = step.failure
+                if step.has_news:
+                    return step.delta()
+                continue
             failure, self._failure = self._failure, None
             if failure is not None:
                 await self._recover(failure)
@@ -106,22 +130,13 @@ class SampleRun:
                 if finish is not None:
                     return Delta(finish=finish)
                 self._attempt = await self._start()
-                if self._attempt is None:
-                    continue
-            step = self._read(self._attempt, await self._attempt.mailbox.take())
-            self._failure = step.failure
-            if step.has_news:
-                return Delta(
-                    token_ids=tuple(step.tokens),
-                    logprobs=tuple(step.logprobs),
-                    finish=step.finish,
-                    num_cached_tokens=step.cached,
-                )
 
     def close(self, reason: str = "the client left") -> None:
         """End whatever still runs on the workers. Idempotent."""
         self._deadline_timer.cancel()
         self._end_attempt(reason)
+        self._cluster.metrics.output_tokens.inc(len(self._output) - self._counted)
+        self._counted = len(self._output)
 
     @property
     def has_output(self) -> bool:
@@ -222,7 +237,6 @@ class SampleRun:
         tokens, logprobs = self._output.accept(run.position, run.tokens, run.logprobs)
         metrics = self._cluster.metrics
         metrics.surplus_tokens.inc(len(run.tokens) - len(tokens))
-        metrics.output_tokens.inc(len(tokens))
         if not self._progress.received and tokens:
             metrics.first_token_seconds.observe(self._cluster.clock.now() - self._progress.started_at)
         step.tokens.extend(tokens)
@@ -232,6 +246,7 @@ class SampleRun:
             self._progress.interrupted_at = None
             self._work.avoid_decode.clear()
         attempt.dispatch.computed()
+        self._is_steady = True
 
     def _take_start(self, attempt: _Attempt, started: Started, step: _Step) -> None:
         cluster = self._cluster
@@ -334,6 +349,7 @@ class SampleRun:
 
     def _end_attempt(self, reason: str) -> None:
         attempt, self._attempt = self._attempt, None
+        self._is_steady = False
         if attempt is not None:
             attempt.link.release(attempt.handle, reason)
             attempt.dispatch.close()

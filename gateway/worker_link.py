@@ -231,22 +231,23 @@ class WorkerLink:
         self.last_frame_at = self._clock.now()
         if self._ack_timer is None:
             self._ack_timer = asyncio.get_running_loop().call_later(self._rules.ack_s, self._ack)
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        for record in frame.records:
-            if isinstance(record, Logprobs):
-                logprobs[record.handle] = record.items
-        entries, tokens, start = self._entries, frame.tokens, 0
+        records = frame.records
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {
+            record.handle: record.items for record in records if isinstance(record, Logprobs)
+        }
+        entries, tokens, start = self._entries, list(frame.tokens), 0
         for handle, position, count in zip(frame.handles, frame.positions, frame.counts, strict=True):
-            entry = entries.get(handle)
             end = start + count
+            entry = entries.get(handle)
             if entry is None:
                 self._abort(handle, "unknown handle")
             else:
                 entry.confirmed = True
-                if not entry.mailbox.deliver(position, tokens[start:end], logprobs.get(handle, ())):
+                items = logprobs.get(handle, ()) if logprobs else ()
+                if not entry.mailbox.deliver(position, tokens[start:end], items):
                     self._cut_off(handle, entry)
             start = end
-        for record in frame.records:
+        for record in records:
             if not isinstance(record, Logprobs):
                 self._record(record)
 

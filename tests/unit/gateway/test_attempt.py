@@ -100,11 +100,12 @@ def test_retries_of_answered_errors_draw_on_a_budget_that_requests_fill():
     assert isinstance(decide(NoCapacity("busy"), budget=budget, rules=rules), Again)
 
 
-def test_lost_workers_and_resumes_need_no_budget():
+def test_lost_and_leaving_workers_and_resumes_need_no_budget():
     rules = RetryRules(budget_burst=0.0)
     budget = RetryBudget(rules)
+    assert isinstance(decide(Draining("bye"), budget=budget, rules=rules), Again)
     assert isinstance(decide(WorkerLost("gone"), by_worker=False, budget=budget, rules=rules), Again)
-    assert isinstance(decide(Draining("bye"), progress(received=5), budget=budget, rules=rules), Again)
+    assert isinstance(decide(NoCapacity("busy"), progress(received=5), budget=budget, rules=rules), Again)
 
 
 def test_nothing_is_tried_after_the_deadline():
