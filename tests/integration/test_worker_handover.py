@@ -301,3 +301,22 @@ async def test_a_drain_that_runs_out_of_budget_hands_requests_back(cluster):
     assert (await gateway.ended(1)).code == "draining"
     await asyncio.wait_for(decode.task, 10)
     await cluster.settled(prefill)
+
+
+async def test_the_checks_of_these_tests_can_fail(cluster):
+    """Negative controls: held pages, a repeated frame and a foreign prompt are all noticed."""
+    prefill, decode, gateway = await pair(cluster)
+    gateway.submit(1, ask(PROMPT, stop=StopRules(max_tokens=1900, ignore_eos=True)), prefill.target)
+    await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 3)
+    with pytest.raises(AssertionError, match="engine_rows_used"):
+        await cluster.settled(decode, timeout_s=0)
+    gateway.acks = False
+    await gateway.until(lambda: len(gateway.tokens[1]) > 30)
+    await gateway.cut()
+    # A gateway that forgot its last frame sees it again.
+    await gateway.open(resume_after=gateway.last - 1)
+    with pytest.raises(AssertionError, match="a frame was lost or repeated"):
+        await gateway.connection
+    other = await cluster.gateway(decode, "b" * 32)
+    tokens, _ = await other.answer(1, ask((*PROMPT[:-1], 33)), prefill.target)
+    assert tokens != truth(PROMPT)

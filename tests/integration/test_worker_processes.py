@@ -1,4 +1,7 @@
-"""Workers as real processes, real signals, and what is left of them."""
+"""Workers as real processes, real signals, and what is left of them.
+
+The process that a test signals is real; its peers run in the test's own process, which starts them faster.
+"""
 
 import asyncio
 import logging
@@ -12,12 +15,17 @@ import pytest
 from core.request import StopRules
 from core.stream import Finished, NeedPrefill, Place
 from decode_worker.__main__ import main as decode_main
+from decode_worker.app import serve as serve_decode
+from decode_worker.config import DecodeWorkerConfig
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig, scripted_reply
 from prefill_worker.__main__ import main as prefill_main
+from prefill_worker.app import serve as serve_prefill
+from prefill_worker.config import PrefillWorkerConfig
 from tests.fakes.worker_cluster import ROOT, WorkerCluster, ask
 
 MODEL = ScriptedConfig(mean_length=40, step_delay_ms=20.0)
+SERVE = {"prefill": (PrefillWorkerConfig, serve_prefill), "decode": (DecodeWorkerConfig, serve_decode)}
 PROMPT = tuple(
     b"a long prompt that takes several chunks of a slow model to compute, so that there is time to kill " * 2
 )
@@ -29,13 +37,14 @@ def truth(prompt, max_tokens=24, **options):
 
 @pytest.fixture
 async def cluster(tmp_path):
-    async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, MODEL)) as made:
+    async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, MODEL), SERVE) as made:
         yield made
 
 
 @pytest.mark.cluster
 async def test_a_killed_prefill_worker_is_replaced_and_the_answer_is_whole(cluster):
-    first, second, decode = await cluster.spawn("prefill", "prefill", "decode")
+    (first,) = await cluster.spawn("prefill")
+    second, decode = await cluster.run("prefill"), await cluster.run("decode")
     gateway = await cluster.gateway(decode)
     gateway.submit(1, ask(PROMPT), first.target)
     await cluster.busy(first, "engine_rows_used")
@@ -51,15 +60,16 @@ async def test_a_killed_prefill_worker_is_replaced_and_the_answer_is_whole(clust
     for worker in (second, decode):
         await cluster.settled(worker)
     # The dead worker's segment is swept by the next one that starts.
-    await cluster.spawn("prefill")
+    await cluster.run("prefill")
     assert not list(cluster.segments.glob(f"*{first.incarnation}*"))
 
 
 @pytest.mark.cluster
 async def test_a_prefill_worker_killed_after_its_first_token_is_not_noticed_by_the_client(tmp_path):
     slow = ScriptedConfig(mean_length=1000, step_delay_ms=150.0)
-    async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, slow)) as cluster:
-        prefill, decode = await cluster.spawn("prefill", "decode", sets=["engine.chunk_tokens=64"])
+    async with WorkerCluster(tmp_path, prepare_scripted(tmp_path, slow), SERVE) as cluster:
+        (prefill,) = await cluster.spawn("prefill", sets=["engine.chunk_tokens=64"])
+        decode = await cluster.run("decode")
         gateway = await cluster.gateway(decode)
         # While the source's engine is inside a step of the second prompt, it cannot validate the first one's release.
         short, long = PROMPT[:30], PROMPT
@@ -85,7 +95,8 @@ async def test_a_prefill_worker_killed_after_its_first_token_is_not_noticed_by_t
 @pytest.mark.cluster
 async def test_a_stopped_prefill_worker_is_given_up_in_time(cluster):
     sets = ["transfer.lease_ttl_s=0.6", "transfer.progress_timeout_s=0.5", "transfer.prepare_timeout_s=0.5"]
-    prefill, decode = await cluster.spawn("prefill", "decode", sets=sets)
+    (prefill,) = await cluster.spawn("prefill", sets=sets)
+    decode = await cluster.run("decode", sets)
     gateway = await cluster.gateway(decode)
     prefill.signal(signal.SIGSTOP)
     gateway.submit(1, ask(PROMPT), prefill.target)
@@ -100,7 +111,8 @@ async def test_a_stopped_prefill_worker_is_given_up_in_time(cluster):
 
 @pytest.mark.cluster
 async def test_a_killed_decode_worker_leaves_no_lease_at_its_source(cluster):
-    prefill, decode = await cluster.spawn("prefill", "decode")
+    (decode,) = await cluster.spawn("decode")
+    prefill = await cluster.run("prefill")
     gateway = await cluster.gateway(decode)
     for handle in range(4):
         gateway.submit(handle, ask(PROMPT[handle:], request_id=f"req-{handle}"), prefill.target)
@@ -108,7 +120,7 @@ async def test_a_killed_decode_worker_leaves_no_lease_at_its_source(cluster):
     decode.signal(signal.SIGKILL)
     await decode.exit_code()
     await cluster.settled(prefill)
-    (successor,) = await cluster.spawn("decode")
+    successor = await cluster.run("decode")
     tokens, _ = await (await cluster.gateway(successor)).answer(1, ask(PROMPT), prefill.target)
     assert tokens == truth(PROMPT)
 
