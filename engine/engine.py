@@ -250,7 +250,7 @@ class Engine:
         """Return why a resumed request needs no further token, or None."""
         if not request.num_output_tokens:
             return None
-        return self._holdings.finish_after(request, len(request.token_ids), request.token_ids[-1])
+        return self._holdings.limits.finish_after(request, len(request.token_ids), request.token_ids[-1])
 
     def _create(
         self, request: GenerateRequest, deadline: float, state: SeqState, *, is_source: bool = False

@@ -13,7 +13,7 @@ from core.errors import InvariantError
 from core.hashing import PageHasher
 from core.ids import PageHash
 from core.kv import KVLayout
-from core.request import FinishReason, GenerateRequest
+from core.request import GenerateRequest
 from engine.cache.events import EventRecorder
 from engine.cache.hit import every_prefix, only_nothing
 from engine.cache.page_pool import PagePool
@@ -22,6 +22,7 @@ from engine.cache.receipt import HeldRow
 from engine.cache.tier import TierPort
 from engine.config import CapacityPlan, EngineConfig, TokenFacts
 from engine.events import SeqId
+from engine.scheduler.limits import Limits
 from engine.scheduler.row_table import RowFlag, RowState, RowTable
 from engine.sequence import SeqState, Sequence
 
@@ -54,7 +55,7 @@ class Holdings:
     ) -> None:
         self.config = config
         self.capacity = capacity
-        self.facts = facts
+        self.limits = Limits(facts)
         self.reuses_pages = config.prefix_cache and not layout.has_row_state
         self.recorder = EventRecorder()
         self.pool = PagePool(config.num_pages, config.page_tokens)
@@ -134,11 +135,11 @@ class Holdings:
         rows.set_tokens(row, seq.tokens)
         rows.goal[row] = len(seq.tokens)
         rows.num_prompt[row] = seq.num_prompt
-        rows.max_len[row] = self.max_len(request)
+        rows.max_len[row] = self.limits.max_len(request)
         rows.stops_from[row] = seq.num_prompt + request.stop.min_tokens
         rows.priority[row] = request.priority
         rows.preempts[row] = seq.preempts
-        rows.set_stops(row, self.stop_ids(request))
+        rows.set_stops(row, self.limits.stop_ids(request))
         if seq.is_source:
             rows.flags[row] |= RowFlag.SOURCE
         if request.sampling.num_logprobs >= 0:
@@ -258,23 +259,6 @@ class Holdings:
         self.retired = step
         self.pool.retire(step)
         self.rows.retire(step)
-
-    # Facts of a request.
-
-    def max_len(self, request: GenerateRequest) -> int:
-        """Return the bound on prompt + output tokens."""
-        return min(request.num_prompt_tokens + request.stop.max_tokens, self.facts.max_positions)
-
-    def stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the ids that end the request."""
-        ends = () if request.stop.ignore_eos else self.facts.eos_token_ids
-        return tuple(dict.fromkeys((*ends, *request.stop.stop_token_ids)))
-
-    def finish_after(self, request: GenerateRequest, num_tokens: int, last: int) -> FinishReason | None:
-        """Return why a sequence of `num_tokens` tokens that ends in `last`, an output, is over; None if it goes on."""
-        if last in self.stop_ids(request) and num_tokens - request.num_prompt_tokens > request.stop.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= self.max_len(request) else None
 
     def audit(self) -> list[str]:
         """Check rows, pool, tree and the ledger of promises against each other."""

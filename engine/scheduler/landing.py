@@ -119,7 +119,7 @@ class Landing:
         holdings.publish(seq, length)
         holdings.move(seq, SeqState.RUNNING)
         holdings.activate(seq, token)
-        reason = finish or holdings.finish_after(seq.request, length + 1, token)
+        reason = finish or holdings.limits.finish_after(seq.request, length + 1, token)
         if reason is not None:
             self._departures.finish(seq, reason)
 

@@ -274,6 +274,6 @@ class Planner:
             token_ids=rows.tokens[row, : int(rows.known[row])].tobytes(),
             num_prompt_tokens=request.num_prompt_tokens,
             min_tokens=request.stop.min_tokens,
-            masked_until_min=tuple(dict.fromkeys((*holdings.facts.eos_token_ids, *request.stop.stop_token_ids))),
+            masked_until_min=holdings.limits.masked_ids(request),
             next_token=holdings.fresh_rows.pop(row),
         )

@@ -49,7 +49,7 @@ class Sources:
                 first_tokens=(token,),
                 logprobs=logprobs,
                 num_cached_tokens=max(0, seq.num_cached_tokens),
-                finish=self._holdings.finish_after(seq.request, length + 1, token),
+                finish=self._holdings.limits.finish_after(seq.request, length + 1, token),
                 row=row,
                 row_generation=int(rows.generation[row]),
             )
