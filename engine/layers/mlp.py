@@ -1,4 +1,4 @@
-"""The gated feed-forward block of the Llama family: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
 
 import torch
 from torch.nn import functional

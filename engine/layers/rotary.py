@@ -16,7 +16,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How frequencies are stretched. Fields that a kind does not use are ignored."""
 
     kind: str = "default"
-    """default | linear | llama3 | yarn"""
+    """default | linear (all positions alike) | banded (only long waves, blended in between) | yarn"""
     factor: Annotated[float, Meta(ge=1)] = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -29,22 +29,19 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
 
 
-KINDS = ("default", "linear", "llama3", "yarn")
-
-
 def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype) -> torch.Tensor:
     """Return [rotary_dim / 2] radians per position."""
     inverse = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=dtype) / rotary_dim)
     if scaling.kind == "linear":
         return inverse / scaling.factor
-    if scaling.kind == "llama3":
-        return _llama3(inverse, scaling)
+    if scaling.kind == "banded":
+        return _banded(inverse, scaling)
     if scaling.kind == "yarn":
         return _yarn(inverse, rotary_dim, theta, scaling)
     return inverse
 
 
-def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _banded(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
     wavelength = 2 * math.pi / inverse
     smooth = (original / wavelength - low) / (high - low)

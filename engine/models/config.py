@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from core.errors import CheckpointError
-from engine.layers.rotary import KINDS, RopeScaling
+from engine.layers.rotary import RopeScaling
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -69,6 +69,9 @@ class _Raw(msgspec.Struct, kw_only=True):
 _DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f32"}
 """float16 checkpoints run in float32: KV and sums would overflow."""
 
+_ROPE_KINDS = {"default": "default", "linear": "linear", "llama3": "banded", "yarn": "yarn"}
+"""Hugging Face's names of rope scalings, and ours."""
+
 
 def parse_llama(config: dict[str, Any], path: Path) -> LlamaConfig:
     """Read a parsed config.json; raises `CheckpointError` naming the field. `path` is for the message only."""
@@ -119,8 +122,8 @@ def _rope(raw: _Raw) -> tuple[RopeScaling, float]:
     fields = dict(raw.rope_parameters or raw.rope_scaling or {})
     theta = float(fields.get("rope_theta") or raw.rope_theta or 10_000.0)
     kind = str(fields.get("rope_type") or fields.get("type") or "default")
-    if kind not in KINDS:
-        raise ValueError(f"rope scaling {kind!r} is not supported; known are {', '.join(KINDS)}")
+    if kind not in _ROPE_KINDS:
+        raise ValueError(f"rope scaling {kind!r} is not supported; known are {', '.join(_ROPE_KINDS)}")
     original = int(fields.get("original_max_position_embeddings") or raw.max_position_embeddings)
     known = {
         "factor": fields.get("factor"),
@@ -135,7 +138,10 @@ def _rope(raw: _Raw) -> tuple[RopeScaling, float]:
     }
     given = {name: value for name, value in known.items() if value is not None}
     scaling = msgspec.convert(
-        {"kind": kind, "original_max_positions": original, **given}, RopeScaling, str_keys=True, strict=False
+        {"kind": _ROPE_KINDS[kind], "original_max_positions": original, **given},
+        RopeScaling,
+        str_keys=True,
+        strict=False,
     )
     return scaling, theta
 

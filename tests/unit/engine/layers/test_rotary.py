@@ -31,8 +31,8 @@ def test_linear_scaling_stretches_all_positions():
     torch.testing.assert_close(stretched * 4, plain)
 
 
-def test_llama3_scaling_leaves_short_waves_and_stretches_long_ones():
-    scaling = RopeScaling(kind="llama3", factor=8.0, original_max_positions=8192)
+def test_banded_scaling_leaves_short_waves_and_stretches_long_ones():
+    scaling = RopeScaling(kind="banded", factor=8.0, original_max_positions=8192)
     plain = inverse_frequencies(64, 500_000.0, RopeScaling(), torch.float64)
     scaled = inverse_frequencies(64, 500_000.0, scaling, torch.float64)
     torch.testing.assert_close(scaled[0], plain[0])
