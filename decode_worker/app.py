@@ -59,7 +59,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         # Nobody maps this pool: pages come in, and are read by this process alone.
         memory = allocate(loaded.region_sizes, incarnation=incarnation)
         stack.callback(memory.close)
-        sink = LoopSink(loop)
+        sink = LoopSink(loop, departure.crash)
         engine = open_engine(
             loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
         )

@@ -54,7 +54,7 @@ class DecodeService:
         attachment = stream.attach()
         _LOG.info("gateway %s attached, frames after %d wanted", hello.gateway, hello.resume_after)
         parts = (
-            asyncio.create_task(self._read(stream, frames), name="gateway-reader"),
+            asyncio.create_task(self._read(stream, attachment, frames), name="gateway-reader"),
             asyncio.create_task(self._write(stream, attachment, send), name="gateway-writer"),
             asyncio.create_task(attachment.superseded.wait(), name="gateway-superseded"),
         )
@@ -122,8 +122,10 @@ class DecodeService:
 
     # Frames.
 
-    async def _read(self, stream: GatewayStream, frames: AsyncIterator[FromGateway]) -> None:
+    async def _read(self, stream: GatewayStream, attachment: Attachment, frames: AsyncIterator[FromGateway]) -> None:
         async for frame in frames:
+            if attachment.superseded.is_set():
+                return
             self._take(stream, frame)
 
     def _take(self, stream: GatewayStream, frame: FromGateway) -> None:
@@ -164,5 +166,6 @@ class DecodeService:
         while not attachment.superseded.is_set():
             await stream.wakeup.wait()
             stream.wakeup.clear()
-            while (frame := stream.next_frame()) is not None:
+            # A superseded connection must not take frames that its successor replays.
+            while not attachment.superseded.is_set() and (frame := stream.next_frame()) is not None:
                 await send(frame)

@@ -2,17 +2,24 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 from core.worker import KvEventBatch
 from engine.events import StepEvents
 
+_LOG = logging.getLogger(__name__)
+
 
 class LoopSink:
-    """`EventSink` that posts to a loop; receivers are named by `connect` before the engine starts."""
+    """`EventSink` that posts to a loop; receivers are named by `connect` before the engine starts.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    A receiver that raises has lost events for good, which is our own bug: `on_crash` is told, on the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]) -> None:
         self._loop = loop
+        self._on_crash = on_crash
         self._on_step: Callable[[StepEvents], None] | None = None
         self._on_kv: Callable[[KvEventBatch], None] | None = None
 
@@ -28,6 +35,10 @@ class LoopSink:
     def _take(self, events: StepEvents) -> None:
         assert self._on_step is not None
         assert self._on_kv is not None
-        if events.kv_events:
-            self._on_kv(KvEventBatch(sequence=events.kv_sequence, events=events.kv_events))
-        self._on_step(events)
+        try:
+            if events.kv_events:
+                self._on_kv(KvEventBatch(sequence=events.kv_sequence, events=events.kv_events))
+            self._on_step(events)
+        except Exception as error:  # noqa: BLE001 - the top of a callback: logged, and the owner stops the process
+            _LOG.critical("a receiver of engine events crashed", exc_info=error)
+            self._on_crash(error)

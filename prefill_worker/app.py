@@ -56,7 +56,7 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
             sweep_stale_segments(segments)
         memory = allocate(loaded.region_sizes, incarnation=incarnation, directory=segments)
         stack.callback(memory.close)
-        sink = LoopSink(loop)
+        sink = LoopSink(loop, departure.crash)
         engine = open_engine(
             loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
         )

@@ -287,6 +287,23 @@ async def test_a_broken_connection_loses_and_repeats_nothing(rig):
     assert isinstance(gateway.terminal(1), Finished)
 
 
+async def test_a_connection_that_was_superseded_takes_no_frame_from_its_successor(rig):
+    stuck = await connected(rig)
+    stuck.submit(1, ask(PROMPT, max_tokens=9))
+    await settle()
+    stuck.readable.clear()
+    for _ in range(3):
+        rig.engine.step()
+        await settle()
+    successor = InProcessGateway(rig.service)
+    successor.connect(resume_after=0)
+    # The old connection's send returns in the very moment in which the new one takes over.
+    stuck.readable.set()
+    await rig.run_dry()
+    assert successor.tokens[1] == reply(PROMPT, 9)
+    assert isinstance(successor.terminal(1), Finished)
+
+
 async def test_a_gateway_that_stays_away_loses_its_requests_and_only_those(rig):
     gateway, other = await connected(rig), await connected(rig, gateway="b" * 32)
     gateway.submit(1, ask(PROMPT, max_tokens=50))

@@ -50,7 +50,7 @@ def test_a_missing_model_and_an_impossible_capacity_are_plain_errors(directory):
 
 async def test_an_opened_engine_answers(directory):
     loaded = load(ModelSection(path=directory), EngineConfig(num_pages=33))
-    sink = LoopSink(asyncio.get_running_loop())
+    sink = LoopSink(asyncio.get_running_loop(), pytest.fail)
     tokens, done = [], asyncio.Event()
 
     def on_step(events):

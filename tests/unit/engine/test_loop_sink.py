@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import numpy as np
+import pytest
 
 from core.worker import KvEvent, KvEventBatch
 from engine.events import StepEvents
@@ -11,7 +12,7 @@ from engine.loop_sink import LoopSink
 
 
 async def test_events_of_another_thread_arrive_in_order_with_their_kv_batches_first():
-    sink = LoopSink(asyncio.get_running_loop())
+    sink = LoopSink(asyncio.get_running_loop(), pytest.fail)
     heard, done = [], asyncio.Event()
 
     def on_step(events):
@@ -36,6 +37,21 @@ async def test_events_of_another_thread_arrive_in_order_with_their_kv_batches_fi
 
 def test_events_after_the_end_of_the_loop_are_dropped():
     loop = asyncio.new_event_loop()
-    sink = LoopSink(loop)
+    sink = LoopSink(loop, pytest.fail)
     loop.close()
     sink.emit(StepEvents(tokens=np.array([1], np.int32)))
+
+
+async def test_a_receiver_that_raises_is_told_to_the_owner():
+    crashes = []
+    sink = LoopSink(asyncio.get_running_loop(), crashes.append)
+    error = RuntimeError("planted")
+
+    def on_step(events):
+        raise error
+
+    sink.connect(on_step, lambda batch: None)
+    sink.emit(StepEvents(tokens=np.array([1], np.int32)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert crashes == [error]
