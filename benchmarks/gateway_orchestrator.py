@@ -59,6 +59,8 @@ class TickingStream:
 
 
 class TickingOpener:
+    """Opens nothing but ticking streams."""
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 

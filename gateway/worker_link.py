@@ -194,6 +194,7 @@ class WorkerLink:
             except TandemError as error:
                 tries += 1
                 if tries >= self._rules.max_tries or self._clock.now() >= deadline:
+                    logger.warning("no stream to %s: %s", self.worker.worker_id, error.message)
                     self.lose(WorkerLost(f"decode worker {self.worker.worker_id} is lost: {error.message}"))
                     return None
                 await asyncio.sleep(self._rules.backoff_s * 2 ** (tries - 1))

@@ -73,17 +73,17 @@ class SimCluster:
         self.children = {}
         self.admin = AdminClient(Proof(b"s" * 32, fresh_incarnation()))
 
-    async def start_gateway(self, **settings):
+    async def start_gateway(self, name="gateway-1", **settings):
         fixed = {
-            "id": "gateway-1",
+            "id": name,
             "run_dir": self.run_dir,
             "secret_file": self.secret,
             "model.path": self.model,
             "http.port": 0,
             "membership.port": 0,
         }
-        child = Child("gateway-1", "gateway", fixed | _dotted(settings), self.directory, self.run_dir)
-        self.children["gateway-1"] = child
+        child = Child(name, "gateway", fixed | _dotted(settings), self.directory, self.run_dir)
+        self.children[name] = child
         await child.start()
         await child.ready()
         return child
@@ -114,19 +114,19 @@ class SimCluster:
         await asyncio.gather(*(self.children[name].ready() for name in names))
         await self.routable(*names)
 
-    async def status(self):
-        address = self.gateway.facts["listener_address"]
+    async def status(self, gateway="gateway-1"):
+        address = self.children[gateway].facts["listener_address"]
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"GET /statusz HTTP/1.0\r\n\r\n")
         body = await reader.read()
         writer.close()
         return json.loads(body.partition(b"\r\n\r\n")[2])
 
-    async def routable(self, *names):
-        """Wait until the gateway routes to exactly these workers, or more."""
+    async def routable(self, *names, gateway="gateway-1"):
+        """Wait until a gateway routes to these workers."""
         async with asyncio.timeout(START_S):
             while True:
-                status = await self.status()
+                status = await self.status(gateway)
                 if set(names) <= {worker["id"] for worker in status["workers"] if worker["routable"]}:
                     return
                 await asyncio.sleep(0.05)

@@ -38,6 +38,17 @@ async def test_a_killed_decode_worker_is_resumed_and_the_text_is_identical(tmp_p
         assert (values["in_flight"], values["open_handles"], values["own_requests"]) == (0, 0, 0)
 
 
+async def test_the_kill_is_felt_where_resuming_is_forbidden(tmp_path, client):
+    """Negative control of the test above: the same kill without resumes reaches the clients, as an honest error."""
+    async with sim_cluster(tmp_path, "p1", "d1", step_s=0.02, gateway={"retries.max_crashes": 1}) as cluster:
+        answer = asyncio.create_task(complete(client, cluster.url, body((1, 50, 60), max_tokens=60)))
+        await asyncio.sleep(0.6)
+        await cluster.children["d1"].kill(signal.SIGKILL)
+        text, finish, _, last = await answer
+        assert (last["error"]["code"], finish) == ("worker_lost", None)
+        assert 0 < len(text) < len(cluster.text_of((1, 50, 60), 60))
+
+
 async def test_with_all_workers_dead_the_answer_is_503_with_retry_after(tmp_path, client):
     async with sim_cluster(tmp_path, "p1", "d1") as cluster:
         await cluster.children["d1"].kill()
@@ -63,6 +74,7 @@ async def test_a_stopped_worker_is_noticed_within_its_ttl_and_its_requests_move(
         assert time.monotonic() - begun < 8
         for number, answer in zip(range(1, 9), results, strict=True):
             assert answer[0] == cluster.text_of((number, 1), 40)
+        assert (await cluster.statistics("d2"))["resumes"] >= 1
 
 
 async def test_a_client_that_leaves_is_aborted_within_a_step(tmp_path, client):
@@ -73,6 +85,7 @@ async def test_a_client_that_leaves_is_aborted_within_a_step(tmp_path, client):
             if received >= 4:
                 break
         before = await cluster.statistics("d1")
+        assert before["submits"] == 1
         await cluster.settled("d1", "running", 0)
         after = await cluster.statistics("d1")
         assert after["aborts"] == 1
@@ -122,6 +135,18 @@ async def test_workers_come_back_to_a_restarted_gateway(tmp_path, client):
         await cluster.start_gateway(membership__port=port)
         await cluster.routable("p1", "d1")
         assert (await complete(client, cluster.url, body()))[0] == cluster.text_of((11, 12, 13), 8)
+
+
+async def test_workers_find_every_process_of_a_gateway(tmp_path, client):
+    async with sim_cluster(tmp_path) as cluster:
+        first = cluster.gateway.facts["membership_address"]
+        second = await cluster.start_gateway("gateway-2", membership__siblings=f'["{first}"]')
+        address = second.facts["membership_address"]
+        await cluster.start_workers("p1", "d1", worker__gateways=f'["{address}"]')
+        await cluster.routable("p1", "d1", gateway="gateway-2")
+        for gateway in (cluster.gateway, second):
+            url = f"http://{gateway.facts['http_address']}"
+            assert (await complete(client, url, body()))[0] == cluster.text_of((11, 12, 13), 8)
 
 
 async def test_repeated_prompts_go_to_the_worker_that_holds_them(tmp_path, client):
