@@ -30,7 +30,7 @@ def grant(leases, ttl_s=5.0, peer=PEER, name="t"):
 
 
 def readable(leases, lease, region, *runs):
-    offsets, nbytes = (np.array(column, np.int64) for column in zip(*runs))
+    offsets, nbytes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
     return leases.readable(lease, region, offsets, nbytes)
 
 

@@ -16,7 +16,9 @@ def arrays(*columns):
 
 
 def as_list(records: Records):
-    return list(zip(records.source_offsets.tolist(), records.target_offsets.tolist(), records.nbytes.tolist()))
+    return list(
+        zip(records.source_offsets.tolist(), records.target_offsets.tolist(), records.nbytes.tolist(), strict=True)
+    )
 
 
 def test_consecutive_pages_on_both_sides_become_one_copy():

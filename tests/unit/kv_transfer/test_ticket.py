@@ -82,7 +82,7 @@ def test_only_proof_leads_to_dead():
     assert leading == {E.PROVEN}
 
 
-@pytest.mark.parametrize("state", [s for s in TransferState if TRANSFER_TABLE[s] and s not in (T.QUARANTINED,)])
+@pytest.mark.parametrize("state", [s for s in TransferState if TRANSFER_TABLE[s] and s is not T.QUARANTINED])
 def test_a_cancel_is_heard_in_every_living_state(state):
     assert TRANSFER_TABLE[state][E.CANCEL] is T.CANCELLING
 
