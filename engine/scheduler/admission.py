@@ -96,7 +96,7 @@ class Admission:
 
     def run(self, now: float, on_admitted: OnAdmitted, *, has_tokens: bool) -> None:
         """Admit as many as fit. `has_tokens` False: the step has no room for a new prompt, only bookings may pass."""
-        if not self.num_waiting:
+        if not self.num_waiting or not self._holdings.rows.num_free:
             return
         gate = prefill.PageGate(self._margin())
         if not len(self._waiting):
@@ -223,9 +223,6 @@ class Admission:
         while self._bookings and not gate.is_closed:
             seq, since = self._bookings[0]
             if not holdings.rows.num_free:
-                # Rows are given back one by one: the head must not lose them to prompts forever.
-                if self._is_due(since, now):
-                    gate.close()
                 break
             alone = not holdings.rows.num_used
             cached = holdings.lock_prefix(seq)

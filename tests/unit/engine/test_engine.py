@@ -689,3 +689,18 @@ def test_a_flushed_cache_is_found_no_more():
     assert rig.sink.tokens[running] == reply(PROMPT, 30)
     assert rig.sink.kv_events[-1].kind != "cleared"
     rig.assert_nothing_held()
+
+
+def test_a_row_given_back_under_a_step_in_flight_is_booked_only_after_that_step():
+    rig = Rig(num_rows=1, ring_tokens=5)
+    running = rig.submit(PROMPT[:4], 50)
+    for _ in range(3):
+        rig.turn()
+    answers = []
+    rig.engine.book(request_of(PROMPT, 3), 1e9, answers.append)
+    rig.engine.abort(running)
+    # The step in flight still writes the row's ring when it is collected in this pass.
+    rig.turn()
+    assert answers == []
+    rig.turn()
+    assert isinstance(answers[0], Booking)
