@@ -135,7 +135,7 @@ def assert_resumed_text_is_equal(cluster, long_text):
 
 def test_retraction_does_not_change_text(model_and_truth, tmp_path):
     model, (expected, _) = model_and_truth
-    tight = ("num_pages=32", "horizon_tokens=0", "finish_reserve_pages=0")
+    tight = ("num_pages=24", "horizon_tokens=0", "finish_reserve_pages=0")
     flags = [part for value in tight for part in ("--set", f"decode:engine.{value}")]
     flags += ["--set", "all:engine.audit_every_steps=1"]
     with running_cluster(tmp_path, *flags, model=model) as cluster:
