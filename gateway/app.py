@@ -6,11 +6,12 @@ import random
 import secrets
 import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from core.aio import Tasks
-from core.clock import SystemClock
+from core.clock import Clock, SystemClock
 from core.config import read_secret
 from core.ids import fresh_incarnation
 from core.lifecycle import Lifecycle, State
@@ -26,6 +27,7 @@ from core.rpc.server import RpcServer
 from gateway.admin import KIND, GatewayAdmin
 from gateway.admission import Admission
 from gateway.attempt import RetryBudget
+from gateway.cluster import Cluster
 from gateway.config import GatewayConfig
 from gateway.directory import Directory
 from gateway.http.asgi import build_asgi
@@ -38,7 +40,6 @@ from gateway.orchestrator import Orchestrator
 from gateway.prefix_index import PrefixIndex
 from gateway.router import Router
 from gateway.routing.picker import Picker
-from gateway.sample import Cluster
 from gateway.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,18 @@ HTTP_CUT_S = 0.1
 STOP_GRACE_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """The gateway without its sockets."""
+
+    directory: Directory
+    index: PrefixIndex
+    links: Links
+    admission: Admission
+    orchestrator: Orchestrator
+    membership: Membership
+
+
 async def serve(config: GatewayConfig, departure: Departure) -> None:
     """Run until `departure`, finish what is open within its budget, and return."""
     clock = SystemClock()
@@ -60,76 +73,25 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), lambda: datetime.now(UTC))
     metrics = Metrics()
     gateway_metrics = GatewayMetrics(metrics)
-
     async with AsyncExitStack() as stack:
         tasks = Tasks(lambda _name, error: departure.crash(error))
-        directory = Directory(
-            clock,
-            ttl_s=config.membership.ttl_s,
-            max_workers=config.membership.max_workers,
-            mixed_fingerprints=config.membership.mixed_fingerprints,
-            breaker=config.breaker,
-        )
-        index = PrefixIndex()
-        links = Links(
-            gateway=proof.incarnation,
-            opener=GenerateClient(proof),
-            clock=clock,
-            rules=config.links,
-            silence_s=config.membership.ttl_s,
-        )
-        stack.push_async_callback(links.close)
-        router = Router(
-            directory=directory,
-            index=index,
-            secret=secret,
-            rules=config.routing,
-            # Each process its own seed: gateways that rotate in step would all choose the same worker.
-            picker=Picker(random.Random(secrets.randbits(64))),  # noqa: S311 - load spreading, no secret
-            clock=clock,
-        )
-        admission = Admission(clock, config.limits)
-        orchestrator = Orchestrator(
-            Cluster(
-                directory=directory,
-                router=router,
-                links=links,
-                clock=clock,
-                retries=config.retries,
-                routing=config.routing,
-                budget=RetryBudget(config.retries),
-                metrics=gateway_metrics,
-            ),
-            admission,
-        )
-        membership = Membership(
-            directory=directory,
-            index=index,
-            links=links,
-            snapshots=KvIndexClient(proof),
-            proof=proof,
-            clock=clock,
-            tasks=tasks,
-            model=config.model.name,
-            siblings=config.membership.siblings,
-            on_joined=orchestrator.registered,
-        )
-        links.on_lost(membership.link_lost)
+        core = _compose(config, proof=proof, secret=secret, clock=clock, metrics=gateway_metrics, tasks=tasks)
+        stack.push_async_callback(core.links.close)
         admin = GatewayAdmin(
             name=config.id,
             incarnation=proof.incarnation,
             lifecycle=lifecycle,
-            directory=directory,
-            index=index,
-            links=links,
-            admission=admission,
+            directory=core.directory,
+            index=core.index,
+            links=core.links,
+            admission=core.admission,
             metrics=gateway_metrics,
             clock=clock,
             drain=departure.begin,
             stall_s=config.listener.stall_s,
         )
         api = build_asgi(
-            orchestrator,
+            core.orchestrator,
             tokenizer,
             config.api,
             clock=clock,
@@ -137,55 +99,126 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
             is_ready=lambda: not admin.ready(),
             unix_time=time.time,  # noqa: TID251 - the wall-clock field `created` of OpenAI's answers
         )
-
-        probes = Probes(
-            live=admin.live,
-            ready=admin.ready,
-            started=admin.started,
-            metrics=metrics.render,
-            status=admin.status,
-            drain=departure.begin_from_thread,
-        )
-        listener = Listener(config.listener.host, config.listener.port, probes)
-        listener_port = listener.start()
-        stack.callback(listener.close)
-        server = RpcServer(proof)
-        add_membership(server, membership)
-        add_admin(server, admin)
-        membership_port = await server.start(config.membership.host, config.membership.port)
-        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        listener_address = _open_listener(config, admin, metrics, departure, stack)
+        membership_address = await _open_membership(config, core.membership, admin, proof, stack)
         http = HttpServer(api, config.http.host, config.http.port)
         await http.start()
         stack.push_async_callback(http.drain, HTTP_CUT_S)
         stack.push_async_callback(tasks.close)
-        tasks.spawn(membership.sweep(), name="membership sweep")
+        tasks.spawn(core.membership.sweep(), name="membership sweep")
         tasks.spawn(_refresh(admin), name="gauges")
-
+        lifecycle.move(State.READY)
         facts = {
             "http_address": f"{config.http.host}:{http.port}",
-            "membership_address": f"{config.membership.host}:{membership_port}",
-            "listener_address": f"{config.listener.host}:{listener_port}",
+            "membership_address": membership_address,
+            "listener_address": listener_address,
             "model": config.model.name,
         }
         admin.publish(facts)
-        lifecycle.move(State.READY)
         admin.refresh()
         ready_file = ReadyFile(config.run_dir, config.id)
         stack.callback(ready_file.remove)
         ready_file.write({"id": config.id, "kind": KIND, "incarnation": proof.incarnation, **facts})
-        logger.info("serving at http://%s, workers join at %s", facts["http_address"], facts["membership_address"])
+        logger.info("serving at http://%s, workers join at %s", facts["http_address"], membership_address)
         await departure.wait()
+        await _leave(lifecycle, core.admission, http, departure)
 
-        if departure.error is not None:
-            lifecycle.move(State.FAILED)
-            return
-        lifecycle.move(State.DRAINING)
-        admission.drain()
-        finished = await departure.bound(admission.idle())
-        if not finished:
-            logger.warning("%d samples are cut off: the drain budget is over", admission.in_flight)
-        await http.drain(HTTP_GRACE_S if finished else HTTP_CUT_S)
-        lifecycle.move(State.GONE)
+
+def _compose(
+    config: GatewayConfig, *, proof: Proof, secret: bytes, clock: Clock, metrics: GatewayMetrics, tasks: Tasks
+) -> _Core:
+    directory = Directory(
+        clock,
+        ttl_s=config.membership.ttl_s,
+        max_workers=config.membership.max_workers,
+        mixed_fingerprints=config.membership.mixed_fingerprints,
+        breaker=config.breaker,
+    )
+    index = PrefixIndex()
+    links = Links(
+        gateway=proof.incarnation,
+        opener=GenerateClient(proof),
+        clock=clock,
+        rules=config.links,
+        silence_s=config.membership.ttl_s,
+    )
+    router = Router(
+        directory=directory,
+        index=index,
+        secret=secret,
+        rules=config.routing,
+        # Each process its own seed: gateways that rotate in step would all choose the same worker.
+        picker=Picker(random.Random(secrets.randbits(64))),  # noqa: S311 - load spreading, no secret
+        clock=clock,
+    )
+    cluster = Cluster(
+        directory=directory,
+        router=router,
+        links=links,
+        clock=clock,
+        retries=config.retries,
+        routing=config.routing,
+        budget=RetryBudget(config.retries),
+        metrics=metrics,
+    )
+    admission = Admission(clock, config.limits)
+    orchestrator = Orchestrator(cluster, admission)
+    membership = Membership(
+        directory=directory,
+        index=index,
+        links=links,
+        snapshots=KvIndexClient(proof),
+        proof=proof,
+        clock=clock,
+        tasks=tasks,
+        model=config.model.name,
+        siblings=config.membership.siblings,
+        on_joined=orchestrator.registered,
+    )
+    links.on_lost(membership.link_lost)
+    return _Core(directory, index, links, admission, orchestrator, membership)
+
+
+def _open_listener(
+    config: GatewayConfig, admin: GatewayAdmin, metrics: Metrics, departure: Departure, stack: AsyncExitStack
+) -> str:
+    probes = Probes(
+        live=admin.live,
+        ready=admin.ready,
+        started=admin.started,
+        metrics=metrics.render,
+        status=admin.status,
+        drain=departure.begin_from_thread,
+    )
+    listener = Listener(config.listener.host, config.listener.port, probes)
+    port = listener.start()
+    stack.callback(listener.close)
+    return f"{config.listener.host}:{port}"
+
+
+async def _open_membership(
+    config: GatewayConfig, membership: Membership, admin: GatewayAdmin, proof: Proof, stack: AsyncExitStack
+) -> str:
+    server = RpcServer(proof)
+    add_membership(server, membership)
+    add_admin(server, admin)
+    port = await server.start(config.membership.host, config.membership.port)
+    stack.push_async_callback(server.stop, STOP_GRACE_S)
+    return f"{config.membership.host}:{port}"
+
+
+async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure) -> None:
+    """Refuse new requests, let the open ones end within the budget, then close the HTTP side."""
+    if departure.error is not None:
+        lifecycle.move(State.FAILED)
+        return
+    lifecycle.move(State.DRAINING)
+    admission.drain()
+    finished = await departure.bound(admission.idle())
+    if not finished:
+        logger.warning("%d samples are cut off: the drain budget is over", admission.in_flight)
+    await http.drain(HTTP_GRACE_S if finished else HTTP_CUT_S)
+    lifecycle.move(State.GONE)
 
 
 async def _refresh(admin: GatewayAdmin) -> None:

@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator
 from core.errors import BadRequest, DeadlineExceeded, UnknownModel
 from core.worker import Registration, Role
 from gateway.admission import Admission
+from gateway.cluster import Cluster
 from gateway.generation import Delta, Prompt, ServedModel
-from gateway.sample import Cluster, SampleRun, raised
+from gateway.sample import SampleRun, raised
 
 
 class Orchestrator:

@@ -5,85 +5,21 @@ All decisions are asked of `gateway.attempt`; this file does what they say. One 
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
 
-from core.clock import Clock
-from core.errors import DeadlineExceeded, Draining, InvariantError, NoWorker, TransferFailed, WorkerLost
-from core.handover import TokenLogprobs
-from core.ids import Handle, RequestId, WorkerId
+from core.errors import DeadlineExceeded, Draining, InvariantError, WorkerLost
+from core.ids import RequestId
 from core.request import FinishReason
-from core.stream import Finished, NeedPrefill, Started
-from gateway.attempt import (
-    Again,
-    GiveUp,
-    Progress,
-    RetryBudget,
-    RetryRules,
-    after_failure,
-    after_shortage,
-    count_failure,
-    may_place,
-)
-from gateway.directory import Directory
+from gateway.attempt import Again, GiveUp, Progress, after_failure, after_shortage, count_failure
+from gateway.cluster import Cluster
 from gateway.dispatch import Dispatch
 from gateway.generation import Delta, Prompt
-from gateway.links import Links
-from gateway.mailbox import Failure, Item, Mailbox, Run
-from gateway.metrics import GatewayMetrics
+from gateway.mailbox import Failure, Run
+from gateway.reading import Attempt, Reader
 from gateway.resume import Output, build_request, finish_of
-from gateway.router import Placed, Router, Work, target_of
-from gateway.routing.job import RoutingRules, Shortage
-from gateway.worker_link import WorkerLink
+from gateway.router import Placed, Work, target_of
+from gateway.routing.job import Shortage
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """What every sample of this gateway process shares."""
-
-    directory: Directory
-    router: Router
-    links: Links
-    clock: Clock
-    retries: RetryRules
-    routing: RoutingRules
-    budget: RetryBudget
-    metrics: GatewayMetrics
-
-
-@dataclass(slots=True)
-class _Attempt:
-    handle: Handle
-    link: WorkerLink
-    mailbox: Mailbox
-    placed: Placed
-    dispatch: Dispatch
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class _Step:
-    """What one take of the mailbox amounts to."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    finish: FinishReason | None = None
-    cached: int | None = None
-    failure: Failure | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.tokens) or self.finish is not None or self.cached is not None
-
-    def delta(self) -> Delta:
-        return Delta(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            finish=self.finish,
-            num_cached_tokens=self.cached,
-        )
 
 
 class SampleRun:
@@ -97,13 +33,11 @@ class SampleRun:
         self._work = Work(prompt, self._output)
         now = cluster.clock.now()
         self._progress = Progress(started_at=now, deadline=deadline)
-        self._num_cached = -1
+        self._reader = Reader(cluster, self._work, self._progress)
         self._counted = 0
         self._eos: tuple[int, ...] = ()
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._failure: Failure | None = None
-        self._is_steady = False
-        """Tokens flow: a plain run needs no book-keeping but its count."""
         self._deadline_timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._deadline_passed)
 
     async def next_delta(self) -> Delta:
@@ -111,14 +45,16 @@ class SampleRun:
         while True:
             if self._attempt is not None and self._failure is None:
                 items = await self._attempt.mailbox.take()
-                if self._is_steady and len(items) == 1 and isinstance(items[0], Run):
+                if self._reader.is_steady and len(items) == 1 and isinstance(items[0], Run):
                     run = items[0]
                     if run.position == len(self._output.tokens):
                         self._output.tokens += run.tokens
                         self._progress.received = len(self._output.tokens)
                         return Delta(token_ids=tuple(run.tokens), logprobs=tuple(run.logprobs))
-                step = self._read(self._attempt, items)
+                step = self._reader.read(self._attempt, items)
                 self._failure = step.failure
+                if step.finish is not None:
+                    self._end_attempt("finished")
                 if step.has_news:
                     return step.delta()
                 continue
@@ -145,7 +81,7 @@ class SampleRun:
 
     # Submitting
 
-    async def _start(self) -> _Attempt | None:
+    async def _start(self) -> Attempt | None:
         """Place and submit the next attempt; None: the worker was lost in between, go round again."""
         cluster, progress = self._cluster, self._progress
         while True:
@@ -166,7 +102,7 @@ class SampleRun:
             cluster.metrics.retries.labels("no_worker").inc()
         await asyncio.sleep(verdict.pause_s)
 
-    def _submit(self, placed: Placed) -> _Attempt | None:
+    def _submit(self, placed: Placed) -> Attempt | None:
         cluster, progress = self._cluster, self._progress
         handle = cluster.links.fresh_handle()
         request = build_request(
@@ -176,7 +112,7 @@ class SampleRun:
             output=self._output,
             page_hashes=placed.page_hashes,
             timeout_s=max(0.001, progress.deadline - cluster.clock.now()),
-            num_cached_tokens=self._num_cached,
+            num_cached_tokens=self._reader.num_cached,
         )
         link = cluster.links.ensure(placed.decode.registration)
         progress.attempts += 1
@@ -209,90 +145,7 @@ class SampleRun:
             tokens=placed.uncached_tokens,
             seconds=placed.choice.prefill_s,
         )
-        return _Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens)
-
-    # Reading
-
-    def _read(self, attempt: _Attempt, items: Iterable[Item]) -> _Step:
-        step = _Step([], [])
-        try:
-            for item in items:
-                match item:
-                    case Run():
-                        self._take_tokens(attempt, item, step)
-                    case Started():
-                        self._take_start(attempt, item, step)
-                    case Finished():
-                        self._take_finish(attempt, item, step)
-                    case NeedPrefill():
-                        self._replace_prefill(attempt, item)
-                    case Failure():
-                        step.failure = item
-        except TransferFailed as error:
-            step.failure = Failure(error, by_worker=False)
-            self._cluster.metrics.retries.labels("incomplete").inc()
-        return step
-
-    def _take_tokens(self, attempt: _Attempt, run: Run, step: _Step) -> None:
-        tokens, logprobs = self._output.accept(run.position, run.tokens, run.logprobs)
-        metrics = self._cluster.metrics
-        metrics.surplus_tokens.inc(len(run.tokens) - len(tokens))
-        if not self._progress.received and tokens:
-            metrics.first_token_seconds.observe(self._cluster.clock.now() - self._progress.started_at)
-        step.tokens.extend(tokens)
-        step.logprobs.extend(logprobs)
-        self._progress.received = len(self._output)
-        if self._progress.interrupted_at is not None and tokens:
-            self._progress.interrupted_at = None
-            self._work.avoid_decode.clear()
-        attempt.dispatch.computed()
-        self._is_steady = True
-
-    def _take_start(self, attempt: _Attempt, started: Started, step: _Step) -> None:
-        cluster = self._cluster
-        attempt.dispatch.computed()
-        cluster.router.handed_over(started, attempt.placed, attempt.num_tokens)
-        cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
-        if self._num_cached < 0:
-            # Usage is that of the first attempt that came so far, whatever later ones find in their caches.
-            self._num_cached = step.cached = max(0, started.num_cached_tokens)
-            cluster.metrics.cached_tokens.inc(self._num_cached)
-            cluster.metrics.prompt_tokens.inc(len(self._prompt.token_ids))
-
-    def _take_finish(self, attempt: _Attempt, finished: Finished, step: _Step) -> None:
-        self._output.check_complete(finished.num_output_tokens)
-        try:
-            step.finish = FinishReason(finished.reason)
-        except ValueError:
-            error = InvariantError(f"the worker ended the request with the unknown reason {finished.reason!r}")
-            step.failure = Failure(error, by_worker=True)
-            return
-        self._cluster.metrics.recomputed_tokens.inc(finished.recomputed_tokens)
-        self._cluster.directory.succeeded(attempt.placed.decode)
-        self._end_attempt("finished")
-
-    def _replace_prefill(self, attempt: _Attempt, need: NeedPrefill) -> None:
-        """Name another prefill worker, or nobody; the decode worker keeps what it has."""
-        cluster = self._cluster
-        lost = cluster.directory.find(WorkerId(need.failed))
-        if lost is not None:
-            self._work.avoid_prefill.add(lost)
-            if need.code in (WorkerLost.code, TransferFailed.code):
-                cluster.directory.failed(lost)
-            elif need.code == Draining.code:
-                cluster.directory.draining(lost)
-        self._progress.placements += 1
-        cluster.metrics.placements.inc()
-        decode, another = attempt.placed.decode, None
-        if may_place(self._progress, cluster.retries):
-            another = cluster.router.place_prefill(self._work, decode)
-        may_compute = cluster.routing.local_fallback or decode.registration.prefill_mode != "remote"
-        if another is None and not may_compute:
-            error = NoWorker(f"prefill worker {need.failed} failed and there is no other: {need.message}")
-            attempt.mailbox.note(Failure(error, by_worker=True))
-            return
-        attempt.dispatch.place(another, seconds=attempt.placed.choice.prefill_s)
-        attempt.link.place(attempt.handle, target_of(another))
+        return Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens)
 
     # Recovering
 
@@ -349,7 +202,7 @@ class SampleRun:
 
     def _end_attempt(self, reason: str) -> None:
         attempt, self._attempt = self._attempt, None
-        self._is_steady = False
+        self._reader.is_steady = False
         if attempt is not None:
             attempt.link.release(attempt.handle, reason)
             attempt.dispatch.close()

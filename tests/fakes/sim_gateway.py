@@ -11,6 +11,7 @@ from core.request import SamplingParams, StopRules
 from core.worker import Role
 from gateway.admission import Admission, Limits
 from gateway.attempt import RetryBudget, RetryRules
+from gateway.cluster import Cluster
 from gateway.directory import Directory
 from gateway.generation import Prompt
 from gateway.links import Links
@@ -20,7 +21,6 @@ from gateway.prefix_index import PrefixIndex
 from gateway.router import Router
 from gateway.routing.job import RoutingRules
 from gateway.routing.picker import Picker
-from gateway.sample import Cluster
 from gateway.worker_link import LinkRules
 from tests.fakes.cluster import MODEL, SECRET, load, registration
 from tests.fakes.sim_decode import LocalOpener, SimDecode
