@@ -31,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Prompts that may be half computed at the same time."""
     continuing_share: Annotated[float, Meta(gt=0, le=1)] = 0.75
     """Part of the budget that half-computed prompts may take while others wait."""
+    oldest_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Part of the budget that the oldest half-computed prompt is sure of; the rest goes to the shortest first."""
     horizon_tokens: Annotated[int, Meta(ge=0)] = 16
     """Output tokens that every active sequence gets room for at admission."""
     finish_reserve_pages: Annotated[int, Meta(ge=0)] = 8

@@ -166,14 +166,14 @@ class Planner:
             budget, config.continuing_share, config.page_tokens, others_wait=self._admission.num_waiting > 0
         )
         there = self._half_computed()
-        held_back = self._split(there, cap)
+        held_back = self._share(there, cap)
         unfinished = int(np.count_nonzero(rows.scheduled[there] + held_back < rows.goal[there]))
         chunks = _Chunks(started=[], left=budget - int(held_back.sum()), partial=unfinished)
         self._admission.run(now, lambda seq: self._start(chunks, seq.row), has_tokens=self._takes_more(chunks))
         newcomers = np.array(chunks.started, np.int64)
         started = self._split(newcomers, budget - int(held_back.sum()))
         # What newcomers leave goes back to those who were there.
-        continuing = self._split(there, budget - int(started.sum()))
+        continuing = self._share(there, budget - int(started.sum()))
         lengths = np.concatenate((continuing, started))
         chosen = np.concatenate((there, newcomers))[lengths > 0]
         return chosen.tolist(), lengths[lengths > 0]
@@ -184,6 +184,12 @@ class Planner:
         there = rows.in_state(RowState.PREFILLING)
         there = there[rows.scheduled[there] < rows.goal[there]]
         return there[np.argsort(rows.seq[there])]
+
+    def _share(self, index: I64, budget: int) -> I32:
+        rows, config = self._holdings.rows, self._holdings.config
+        return prefill.share_budget(
+            rows.scheduled[index], rows.goal[index], budget, config.page_tokens, config.oldest_share
+        )
 
     def _split(self, index: I64, budget: int) -> I32:
         rows = self._holdings.rows

@@ -112,6 +112,23 @@ def split_budget(start: I32, goal: I32, budget: int, page_tokens: int) -> I32:
     return lengths
 
 
+def share_budget(start: I32, goal: I32, budget: int, page_tokens: int, oldest_share: float) -> I32:
+    """Cut `budget` over half-computed prompts, given oldest first. Returns int32 [n] chunk lengths.
+
+    The shortest rest goes first, so that short prompts do not queue behind a long one; the oldest is sure of a share of
+    at least a page, so that it goes on whatever arrives, and takes what the others leave.
+    """
+    remaining = goal - start
+    lengths = np.zeros(len(start), np.int32)
+    if not len(start):
+        return lengths
+    others = 1 + np.argsort(remaining[1:], kind="stable")
+    kept = min(int(remaining[0]), max(page_tokens, int(budget * oldest_share)))
+    lengths[others] = split_budget(start[others], goal[others], budget - kept, page_tokens)
+    lengths[:1] = split_budget(start[:1], goal[:1], budget - int(lengths.sum()), page_tokens)
+    return lengths
+
+
 def continuing_budget(budget: int, share: float, page_tokens: int, *, others_wait: bool) -> int:
     """Return what half-computed prompts may take of a step: all, or a share of it when others could start."""
     return max(page_tokens, int(budget * share)) if others_wait else budget

@@ -667,6 +667,22 @@ def test_a_short_prompt_passes_a_long_one_that_is_being_computed():
     assert long not in rig.sink.started
 
 
+def test_half_computed_short_prompts_do_not_queue_behind_a_long_one_which_still_ends():
+    rig = Rig(num_pages=600, num_rows=8, chunk_tokens=32, max_waiting=100)
+    long = rig.submit([50] * 1200, 2)
+    rig.turn()
+    waits, asked = [], {}
+    for turn in range(130):
+        if turn % 6 == 0:
+            asked[rig.submit([turn % 90 + 1] * 40, 2)] = turn
+        rig.turn()
+        for seq in [seq for seq in asked if seq in rig.sink.started]:
+            waits.append(turn - asked.pop(seq))
+    assert len(waits) >= 15
+    assert max(waits) <= 12
+    assert long in rig.sink.started
+
+
 def test_a_twin_waits_for_the_page_that_is_being_computed():
     rig = Rig(chunk_tokens=32)
     first, second = rig.submit(PROMPT, 3), rig.submit(PROMPT, 3)

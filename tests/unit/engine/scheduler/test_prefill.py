@@ -10,6 +10,7 @@ from engine.scheduler.prefill import (
     passed_over,
     prefill_budget,
     reserved,
+    share_budget,
     split_budget,
 )
 
@@ -155,3 +156,24 @@ def test_half_computed_prompts_leave_a_share_when_others_wait():
     assert continuing_budget(100, 0.75, 4, others_wait=True) == 75
     assert continuing_budget(100, 0.75, 4, others_wait=False) == 100
     assert continuing_budget(4, 0.75, 4, others_wait=True) == 4
+
+
+@settings(max_examples=60)
+@given(PROMPTS, st.integers(1, 64), st.integers(1, 8))
+def test_the_oldest_goes_on_in_every_step_and_nothing_is_wasted(prompts, more, size):
+    budget = size + more
+    start = np.array([pages * size for pages, _ in prompts], np.int32)
+    goal = start + np.array([length for _, length in prompts], np.int32)
+    lengths = share_budget(start, goal, budget, size, 0.25)
+    ends = start + lengths
+    assert lengths[0] >= min(size, goal[0] - start[0])
+    assert lengths.sum() <= budget
+    assert ((ends % size == 0) | (ends == goal)).all()
+    assert lengths.sum() > budget - size or (ends == goal).all() or ends[0] == goal[0]
+
+
+def test_a_short_rest_is_computed_beside_the_oldest():
+    start, goal = np.array([0, 0, 0], np.int32), np.array([1000, 60, 20], np.int32)
+    assert share_budget(start, goal, 100, 4, 0.25).tolist() == [28, 52, 20]
+    assert share_budget(start[:1], goal[:1], 100, 4, 0.25).tolist() == [100]
+    assert share_budget(start[:0], goal[:0], 100, 4, 0.25).tolist() == []
