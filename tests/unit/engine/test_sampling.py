@@ -211,12 +211,13 @@ def test_a_new_owner_inherits_nothing_from_the_last_one():
 
 def test_histograms_are_reused_and_start_empty():
     sampler = Sampler(64, 16)
-    penalized = SamplingParams(temperature=0, presence_penalty=2.0)
-    logits = torch.tensor([[float(v == 5) for v in range(16)]])
+    penalized = SamplingParams(temperature=0, repetition_penalty=3.0, presence_penalty=2.0)
+    logits = torch.tensor([[1.0 if v == 5 else 0.5 if v == 6 else 0.0 for v in range(16)]])
     for row in range(64):
         sampler.set_row(row_init(row, penalized))
         assert sampler.sample(logits, np.array([row], np.int32), np.array([2])).tokens.tolist() == [5]
         sampler.set_row(row_init(row, SamplingParams(temperature=0)))
+    assert len(sampler._counts._outputs) <= 4
 
 
 def test_logprobs_are_those_of_the_raw_logits():
