@@ -5,6 +5,7 @@ step, the best of `--repeats`. Knows no model. `--record` keeps the figures.
 """
 
 import argparse
+import os
 import time
 from dataclasses import asdict, dataclass
 
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     figures: list[Figure] = []
     for threads in options.threads:
         torch.set_num_threads(threads)
@@ -127,7 +129,11 @@ def main() -> None:
                     f"reference {reference:9.3f} ms  served {served:8.3f} ms  difference {figure.max_difference:.0e}"
                 )
     if options.record:
-        write_record("attention_cpu", [asdict(f) for f in figures], note="milliseconds per layer, float32")
+        write_record(
+            "attention_cpu",
+            [asdict(f) for f in figures],
+            note=f"milliseconds per layer, float32; load average before the run {load:.1f}",
+        )
 
 
 if __name__ == "__main__":

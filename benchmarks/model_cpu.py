@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     model = load_model(prepare_builtin("smollm2", options.cache_dir), verify=False)
+    load = os.getloadavg()[0]
     figures: list[Figure] = []
 
     def add(phase: str, rows: int, tokens: int, seconds: float, *, threads: int, fixed: bool) -> None:
@@ -90,7 +92,7 @@ def main() -> None:
                 seconds = decode(model, rows, options.repeats, deterministic=fixed)
                 add("decode", rows, rows, seconds, threads=threads, fixed=fixed)
     if options.record:
-        note = f"SmolLM2-135M float32; prefill of {PREFILL_TOKENS} tokens, decode after {CONTEXT_TOKENS} tokens"
+        note = f"SmolLM2-135M float32; prefill of {PREFILL_TOKENS} tokens, decode after {CONTEXT_TOKENS} tokens; load average before {load:.1f}"
         write_record("model_cpu", [asdict(f) for f in figures], note=note)
 
 
