@@ -52,6 +52,7 @@ class RpcServer:
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
         self._server = aio.server(options=list(SERVER_OPTIONS.items()))
+        self._stopping = False
         self.port = 0
         """The bound port, after `start`."""
 
@@ -65,6 +66,7 @@ class RpcServer:
             try:
                 await body(requests, context)
             except Exception as error:  # noqa: BLE001 - top of a call: logged and answered by `_answer`
+                self._raise_if_stopped(error)
                 await _answer(f"{service}/{method}", context, error)
 
         handler = grpc.stream_stream_rpc_method_handler(run, parse, _serialize)
@@ -80,10 +82,16 @@ class RpcServer:
             try:
                 return await body(request)
             except Exception as error:  # noqa: BLE001 - top of a call: logged and answered by `_answer`
+                self._raise_if_stopped(error)
                 await _answer(f"{service}/{method}", context, error)
 
         handler = grpc.unary_unary_rpc_method_handler(run, parse, _serialize)
         self._add(service, method, handler)
+
+    def _raise_if_stopped(self, error: Exception) -> None:
+        """End a call whose body met the end of this server: gRPC's word for it is no crash of ours."""
+        if self._stopping and isinstance(error, aio.BaseError) and not isinstance(error, aio.AbortError):
+            raise asyncio.CancelledError from error
 
     def _add(self, service: str, method: str, handler: "grpc.RpcMethodHandler[Any, Any]") -> None:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
@@ -98,15 +106,21 @@ class RpcServer:
     async def start(self, host: str, port: int) -> int:
         """Bind and serve; returns the bound port (port 0 asks the system for one). Raises `ConfigError`."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # Asked first, because gRPC's core writes lines of its own to stderr when it cannot bind.
+        reason = bind_failure(host, port)
+        if reason:
+            raise ConfigError(f"cannot listen for gRPC on {address}: {reason}")
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen for gRPC on {address}: {bind_failure(host, port)}") from error
+            reason = bind_failure(host, port) or "the address could not be bound"
+            raise ConfigError(f"cannot listen for gRPC on {address}: {reason}") from error
         await self._server.start()
         return self.port
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cancel them; idempotent."""
+        self._stopping = True
         await self._server.stop(grace_s)
 
 
@@ -148,11 +162,14 @@ def _told(error: BaseException) -> TandemError | None:
 
 
 def bind_failure(host: str, port: int) -> str:
-    """Say in plain words why a socket cannot be bound here; used after a library has failed to bind."""
+    """Say in plain words why a socket cannot be bound here; empty if it can. A name is left to who resolves it."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
+    except socket.gaierror:
+        return ""
     except OSError as error:
         return f"{(error.strerror or str(error)).lower()}; choose another port or stop the process that holds it"
-    return "the address could not be bound"
+    return ""

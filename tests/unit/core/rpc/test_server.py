@@ -1,6 +1,7 @@
 """Binding, refusing and stopping of the server; connecting of the channel."""
 
 import asyncio
+import contextlib
 import socket
 import time
 
@@ -8,7 +9,9 @@ import pytest
 
 from core.errors import ConfigError, WorkerLost
 from core.rpc.channel import connect, open_channel
+from core.rpc.generate import GenerateClient, add_generate
 from core.rpc.server import RpcServer, bind_failure
+from core.stream import Ack, StreamHello
 from tests.fakes.rpc import a_proof, serving
 
 
@@ -36,7 +39,45 @@ async def test_a_host_that_is_not_ours_is_one_plain_sentence():
 
 
 def test_a_bind_that_would_work_now_is_told_so():
-    assert bind_failure("127.0.0.1", 0) == "the address could not be bound"
+    assert bind_failure("127.0.0.1", 0) == ""
+
+
+async def test_a_port_in_use_is_told_before_grpc_writes_of_it(capfd):
+    async with serving() as address:
+        capfd.readouterr()
+        with pytest.raises(ConfigError):
+            await RpcServer(a_proof()).start("127.0.0.1", int(address.rpartition(":")[2]))
+        assert capfd.readouterr().err == ""
+
+
+async def test_a_call_that_outlives_its_server_is_no_crash(caplog):
+    """The body of a call may ask for the next frame when the server has stopped already."""
+    ended = asyncio.Event()
+
+    class Service:
+        async def connect(self, hello, frames, send):
+            await anext(frames)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+            await asyncio.sleep(0.1)
+            try:
+                await anext(frames)
+            finally:
+                ended.set()
+
+    server = RpcServer(a_proof("b" * 32))
+    add_generate(server, Service())
+    port = await server.start("127.0.0.1", 0)
+    client = GenerateClient(a_proof())
+    stream = await client.open(f"127.0.0.1:{port}", StreamHello(gateway="g", worker="", resume_after=-1))
+    stream.post(Ack(sequence=1))
+    await asyncio.sleep(0.05)
+    await server.stop(0)
+    async with asyncio.timeout(5):
+        await ended.wait()
+    await asyncio.sleep(0)
+    await stream.close()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_after_stop_the_port_is_free_again():
