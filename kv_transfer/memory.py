@@ -88,21 +88,29 @@ class RegionMemory:
 
 
 def allocate(
-    sizes: Sequence[int], *, incarnation: Incarnation, directory: str = "", what: str = "KV pool"
+    sizes: Sequence[int],
+    *,
+    incarnation: Incarnation,
+    directory: str = "",
+    what: str = "KV pool",
+    setting: str = "engine.num_pages",
 ) -> RegionMemory:
     """Allocate one region per size, shared in `directory` if one is given, else anonymous; all bytes are zero.
 
-    Raises ConfigError, with the sizes, if there is no room.
+    Raises ConfigError, with the sizes and the `setting` to lower, if there is no room.
     """
     if not sizes or min(sizes) <= 0:
         raise ConfigError(f"the {what} needs regions of at least one byte each")
     total = _offsets([*sizes, 1])[-1]
     if directory:
-        return RegionMemory(_create(Path(directory), incarnation, total, what), sizes)
+        return RegionMemory(_create(Path(directory), incarnation, total, what, setting), sizes)
     try:
         memory = mmap.mmap(-1, total)
     except OSError as error:
-        raise ConfigError(f"cannot allocate {total / 2**20:.1f} MiB for the {what}: {error.strerror}") from error
+        raise ConfigError(
+            f"the {what} needs {total / 2**20:.1f} MiB of memory, more than this host gives ({error.strerror}); "
+            f"lower {setting}"
+        ) from error
     return RegionMemory(_Mapping(memory, "", None, -1), sizes)
 
 
@@ -138,7 +146,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def _create(directory: Path, incarnation: Incarnation, total: int, what: str) -> _Mapping:
+def _create(directory: Path, incarnation: Incarnation, total: int, what: str, setting: str) -> _Mapping:
     path = directory / f"{SEGMENT_PREFIX}{incarnation}-{os.getpid()}-{_start_time(os.getpid())}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -155,7 +163,7 @@ def _create(directory: Path, incarnation: Incarnation, total: int, what: str) ->
         free = room.f_bavail * room.f_frsize
         raise ConfigError(
             f"the {what} needs {total / 2**20:.1f} MiB of shared memory, but {directory} has {free / 2**20:.1f} MiB "
-            f"free ({error.strerror}); make it larger or configure fewer pages"
+            f"free ({error.strerror}); make it larger or lower {setting}"
         ) from error
     return _Mapping(memory, path.name, path, fd)
 

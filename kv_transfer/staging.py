@@ -34,7 +34,10 @@ class Staging:
         self._memory = None
         if self.layout.components:
             self._memory = allocate(
-                [slots * self.layout.components[0].stride_bytes], incarnation=who, what="row staging buffer"
+                [slots * self.layout.components[0].stride_bytes],
+                incarnation=who,
+                what="row staging buffer",
+                setting="transfer.staging_rows",
             )
             self.region = _renumbered(self._memory.regions[0], region_id)
             self.views = {**self.views, region_id: region_view(self.region)}

@@ -80,6 +80,13 @@ def test_more_than_the_file_system_has_is_refused_for_real(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_anonymous_memory_that_the_host_does_not_give_is_told_with_its_size_and_the_setting():
+    with pytest.raises(ConfigError, match=r"the KV pool needs 1073741824\.0 MiB of memory.*lower engine\.num_pages"):
+        allocate([1 << 50], incarnation=fresh_incarnation())
+    with pytest.raises(ConfigError, match=r"lower transfer\.staging_rows"):
+        allocate([1 << 50], incarnation=fresh_incarnation(), setting="transfer.staging_rows")
+
+
 def test_a_missing_directory_is_named():
     with pytest.raises(ConfigError, match="/nowhere/at/all"):
         allocate([4096], incarnation=fresh_incarnation(), directory="/nowhere/at/all")
