@@ -29,9 +29,11 @@ from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
+from kv_transfer.config import TransferConfig
 from kv_transfer.destination import Destination
 from kv_transfer.factory import TransportFactory, check_transports
-from kv_transfer.memory import allocate
+from kv_transfer.handshake import expand
+from kv_transfer.memory import RegionMemory, allocate
 from kv_transfer.settings import TransportSettings
 
 _LOG = logging.getLogger(__name__)
@@ -65,19 +67,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         )
         stack.push_async_callback(engine.stop)
         desk = EngineDesk(engine, loop)
-        destination = Destination(
-            config=config.transfer,
-            incarnation=incarnation,
-            fingerprint=loaded.fingerprint,
-            layout=loaded.layout,
-            regions=memory.regions,
-            host=desk,
-            dialer=KvSourceDialer(proof),
-            opener=TransportFactory(
-                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
-            ),
-            clock=clock,
-        )
+        destination = _destination(config.transfer, loaded, memory, proof, desk)
         stack.push_async_callback(destination.close)
         tasks = Tasks(lambda _name, error: departure.crash(error))
         stack.push_async_callback(tasks.close)
@@ -98,8 +88,25 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         add_generate(server, service)
 
         body = DecodeBody(incarnation=incarnation, engine=engine, service=service, destination=destination)
-        register = _register(config, loaded, proof, config.transfer.transports)
+        register = _register(config, loaded, proof, expand(config.transfer.transports))
         await shell.serve(stack, server, body, register=register, exported=exported)
+
+
+def _destination(
+    config: TransferConfig, loaded: LoadedModel, memory: RegionMemory, proof: Proof, desk: EngineDesk
+) -> Destination:
+    clock = SystemClock()
+    return Destination(
+        config=config,
+        incarnation=proof.incarnation,
+        fingerprint=loaded.fingerprint,
+        layout=loaded.layout,
+        regions=memory.regions,
+        host=desk,
+        dialer=KvSourceDialer(proof),
+        opener=TransportFactory(TransportSettings(incarnation=proof.incarnation, config=config), memory.regions, clock),
+        clock=clock,
+    )
 
 
 def _register(
