@@ -65,9 +65,12 @@ class DecodeService:
         finally:
             for part in parts:
                 part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-            self._streams.detach(stream, attachment)
-            _LOG.info("gateway %s detached", hello.gateway)
+            try:
+                await asyncio.gather(*parts, return_exceptions=True)
+            finally:
+                # Whoever cancels the call meanwhile: a stream that stayed attached would never expire.
+                self._streams.detach(stream, attachment)
+                _LOG.info("gateway %s detached", hello.gateway)
 
     def on_step(self, events: StepEvents) -> None:
         """Take what one pass of the engine produced."""

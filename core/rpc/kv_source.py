@@ -100,8 +100,10 @@ class _ServedLink:
             self._outbox.close()
             reader.cancel()
             writer.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
-            link.closed()
+            try:
+                await asyncio.gather(reader, writer, return_exceptions=True)
+            finally:
+                link.closed()
 
     def _send(self, message: FromP) -> None:
         if not self._outbox.post(message) and not self._outbox.is_closed:

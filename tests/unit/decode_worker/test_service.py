@@ -377,3 +377,21 @@ async def test_a_stream_that_says_hello_twice_is_closed(rig):
     gateway.connect(resume_after=0)
     await settle()
     assert rig.streams.statistics()["gateway_streams_attached"] == 1
+
+
+async def test_a_call_that_is_cancelled_while_it_ends_leaves_no_stream_attached(rig):
+    """gRPC cancels a call whose frames have just ended; the stream must expire all the same."""
+    gateway = await connected(rig)
+    gateway.submit(1, ask(PROMPT))
+    await settle()
+    gateway._outbox.put_nowait(None)  # the frames end ...
+    for _ in range(10):
+        gateway.connection.cancel()  # ... and the call is cancelled, again and again
+        await asyncio.sleep(0)
+    await asyncio.gather(gateway.connection, return_exceptions=True)
+    assert rig.streams.statistics()["gateway_streams_attached"] == 0
+    rig.clock.advance(10.0)
+    rig.service.expire()
+    assert rig.ledger.num_live == 0
+    await rig.run_dry()
+    assert rig.engine.audit() == []
