@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from core.errors import TandemError
+from core.errors import InvariantError, TandemError
 from core.request import FinishReason, GenerateRequest
 from engine.events import SeqId
 from engine.port import Booking, DestinationWork, LandingPages, LocalWork
@@ -84,6 +84,8 @@ class EngineDesk:
         def run(engine: DecodeEngine) -> None:
             try:
                 engine.commit(seq, first.tokens, first.logprobs, finish, first.num_cached_tokens)
+            except InvariantError:
+                raise  # not this hand-over's: the pool is wrong, and the process ends
             except TandemError as error:
                 # Every read of the pull is over, so none of its pages is open.
                 engine.drop(seq, ())

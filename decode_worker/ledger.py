@@ -205,8 +205,11 @@ class RequestLedger:
 
     def _failed(self, event: FailedHere) -> None:
         request = self._by_seq.get(event.seq)
-        if request is not None:
-            self.fail(request, event.error)
+        if request is None:
+            return
+        if request.has_ended:
+            self.unbind(request)  # its first token had ended it already
+        self.fail(request, event.error)
 
     def _shed(self, stream: GatewayStream) -> None:
         live = self._by_stream.get(stream, {})
