@@ -98,6 +98,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
             metrics=HttpMetrics(metrics.registry),
             is_ready=lambda: not admin.ready(),
             unix_time=time.time,  # noqa: TID251 - the wall-clock field `created` of OpenAI's answers
+            model=config.model.name,
         )
         listener_address = _open_listener(config, admin, metrics, departure, stack)
         membership_address = await _open_membership(config, core.membership, admin, proof, stack)

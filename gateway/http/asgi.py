@@ -48,6 +48,7 @@ class Api:
         is_ready: Callable[[], bool],
         unix_time: Callable[[], float],
         mint_seed: Callable[[], int],
+        model: str,
     ) -> None:
         self._generator = generator
         self._vocabulary = tokenizer.vocabulary
@@ -56,7 +57,7 @@ class Api:
         self._metrics = metrics
         self._is_ready = is_ready
         self._unix_time = unix_time
-        self._intake = Intake(tokenizer, config, models=generator.models, mint_seed=mint_seed)
+        self._intake = Intake(tokenizer, config, models=generator.models, only=model, mint_seed=mint_seed)
         self._routes: dict[str, dict[str, Handler]] = {
             CHAT: {"POST": self._chat},
             COMPLETIONS: {"POST": self._completions},
@@ -242,8 +243,9 @@ def build_asgi(
     is_ready: Callable[[], bool],
     unix_time: Callable[[], float],
     mint_seed: Callable[[], int] | None = None,
+    model: str = "",
 ) -> Api:
-    """Build the application.
+    """Build the application. `model` names the only model that workers may serve, if that is known beforehand.
 
     `is_ready` answers /readyz; `unix_time` (wall clock) fills the field `created` only; `mint_seed` returns 64 random
     bits for requests that bring no seed (the system's randomness unless given).
@@ -257,6 +259,7 @@ def build_asgi(
         is_ready=is_ready,
         unix_time=unix_time,
         mint_seed=mint_seed or (lambda: secrets.randbits(64)),
+        model=model,
     )
 
 

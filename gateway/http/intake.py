@@ -57,12 +57,16 @@ class Intake:
         config: ApiConfig,
         *,
         models: Callable[[], tuple[ServedModel, ...]],
+        only: str,
         mint_seed: Callable[[], int],
     ) -> None:
-        """`models` lists what is served now; `mint_seed` returns 64 random bits."""
+        """`models` lists what is served now; `only` names the one model that ever will be, if that is set; `mint_seed`
+        returns 64 random bits.
+        """
         self._tokenizer = tokenizer
         self._config = config
         self._models = models
+        self._only = only
         self._mint_seed = mint_seed
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._waiting = 0
@@ -106,12 +110,12 @@ class Intake:
 
     def _find(self, name: str) -> ServedModel:
         models = self._models()
-        if not models:
+        if not models and (not self._only or name == self._only):
             raise NoWorker("no worker is registered yet; try again soon", retry_after_s=1.0)
         for model in models:
             if model.name == name:
                 return model
-        served = ", ".join(model.name for model in models)
+        served = ", ".join(model.name for model in models) or self._only
         raise UnknownModel(f"the model `{name[:100]}` is not served here; served: {served}", param="model")
 
     async def _prompt_text(self, prompt: str | list[int], body: CompletionBody, model: ServedModel) -> _PromptText:

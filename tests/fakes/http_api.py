@@ -26,9 +26,9 @@ ANSWER = "Hello world, 你好 🌍 the end"
 
 
 def build_api(
-    generator: ScriptedGenerator, tokenizer: Tokenizer, config: ApiConfig | None = None
+    generator: ScriptedGenerator, tokenizer: Tokenizer, config: ApiConfig | None = None, model: str = ""
 ) -> tuple[Api, HttpMetrics]:
-    """The application with fixed wall clock and seed."""
+    """The application with fixed wall clock and seed; `model` is the only one it may serve, if set."""
     metrics = HttpMetrics(CollectorRegistry())
     api = build_asgi(
         generator,
@@ -39,6 +39,7 @@ def build_api(
         is_ready=lambda: bool(generator.served),
         unix_time=lambda: 1_700_000_000.5,
         mint_seed=lambda: MINTED_SEED,
+        model=model,
     )
     return api, metrics
 

@@ -172,3 +172,15 @@ async def test_a_served_model_bounds_ids_by_its_own_vocabulary(tokenizer: Tokeni
     call = await call_api(tokenizer, generator, post(COMPLETIONS, {"model": "tiny", "prompt": [100]}))
     assert call.status == 400
     assert "0..99" in call.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("only", "asked", "status"), [("tiny", "other", 404), ("tiny", "tiny", 503), ("", "other", 503), ("", "tiny", 503)]
+)
+async def test_a_wrong_model_is_unknown_before_any_worker_came_if_the_gateway_knows_its_own(
+    tokenizer: Tokenizer, only: str, asked: str, status: int
+):
+    generator = ScriptedGenerator(play([]), models=())
+    api, _ = build_api(generator, tokenizer, model=only)
+    call = await post(CHAT, {**BODY, "model": asked}).run(api)
+    assert call.status == status
