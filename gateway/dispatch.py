@@ -29,6 +29,9 @@ class Dispatch:
 
     def place(self, prefill: Member | None, *, seconds: float) -> None:
         """The prompt is computed at `prefill`, or at the decode worker; earlier placement is given back."""
+        if self._computing is not None and self._computing is not self._decode:
+            # A refusal says nothing of its health; as a breaker's probe it must not stay out for ever.
+            self._directory.undecided(self._computing)
         self._give_back()
         self._computing = target = prefill or self._decode
         fleet = self._directory.fleet

@@ -73,6 +73,20 @@ def test_a_probe_whose_client_left_does_not_stay_out(directory, clock):
     assert not decode.breaker.probing
 
 
+def test_a_probe_that_was_placed_elsewhere_does_not_stay_out(directory, clock):
+    first, decode = member(directory, "p", Role.PREFILL), member(directory, "d", Role.DECODE)
+    second = member(directory, "q", Role.PREFILL)
+    for _ in range(3):
+        clock.advance(0.3)
+        directory.failed(first)
+    dispatch = Dispatch(directory, prefill=first, decode=decode, tokens=1, seconds=0.0)
+    assert first.breaker.probing
+    dispatch.place(second, seconds=0.0)  # it refused: it was busy, or its lease had lapsed
+    dispatch.computed()
+    dispatch.close()
+    assert first.breaker.permits(clock.now() + 60.0)
+
+
 def test_long_term_load_halves_in_a_minute(directory):
     prefill, decode = member(directory, "p", Role.PREFILL), member(directory, "d", Role.DECODE)
     Dispatch(directory, prefill=prefill, decode=decode, tokens=1, seconds=8.0).close()
