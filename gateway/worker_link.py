@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -108,6 +108,7 @@ class WorkerLink:
         self._acked = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._attached_before = False
+        self._runner: asyncio.Task[Any] | None = None
         self.error: TandemError | None = None
         """Why the link is over; None while it may still be used."""
         self.last_frame_at = clock.now()
@@ -149,6 +150,7 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Keep the stream up until `lose` or cancellation; then every open handle has failed."""
+        self._runner = asyncio.current_task()
         try:
             while self.error is None:
                 stream = await self._attach()
@@ -163,6 +165,7 @@ class WorkerLink:
                     self._stream = None
                     await stream.close()
         finally:
+            self._runner = None
             self.lose(WorkerLost(f"the link to {self.worker.worker_id} was closed"))
 
     def lose(self, error: TandemError) -> None:
@@ -301,8 +304,10 @@ class WorkerLink:
             except WorkerLost:
                 pass  # the reader is about to see the same; the frame is sent after re-attachment
             except TandemError as error:
-                # The worker reads nothing: no way to tell it anything any more.
+                # The worker reads nothing: no way to tell it anything any more, but for the end of the stream.
                 self.lose(error)
+                if self._runner is not None:
+                    self._runner.cancel()
                 return
             else:
                 return

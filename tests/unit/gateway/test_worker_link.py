@@ -347,3 +347,18 @@ async def test_an_unreachable_worker_is_reported_once():
     assert told == [WORKER]
     assert len(links) == 0
     await links.close()
+
+
+async def test_a_worker_that_reads_nothing_loses_its_stream_so_that_it_gives_up_what_it_runs(rig):
+    wire = Wire()
+    r = rig(wire)
+    first = r.submit(1)
+    await r.settle()
+    wire.full = True
+    second = r.submit(2)
+    for mailbox in (first, second):
+        (failure,) = await mailbox.take()
+        assert isinstance(failure, Failure)
+    await r.settle()
+    assert wire.closed
+    assert r.task.done()
