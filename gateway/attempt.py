@@ -26,6 +26,8 @@ from gateway.routing.job import Shortage
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+WAIT_SHARE = 0.1
+"""Of an outage that a waiting request may sleep past its end."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +128,7 @@ def after_failure(
 ) -> Verdict:
     """Decide after a failure that has been counted."""
     if now >= progress.deadline or isinstance(error, DeadlineExceeded):
-        return GiveUp(_deadline(progress))
+        return GiveUp(deadline_error(progress))
     if not error.retryable and not isinstance(error, InvariantError):
         return GiveUp(error)
     if progress.failures >= rules.max_failures or progress.crashes >= rules.max_crashes:
@@ -142,13 +144,15 @@ def after_failure(
 def after_shortage(shortage: Shortage, *, progress: Progress, rules: RetryRules, now: float) -> Verdict:
     """Decide when routing found no pair."""
     if now >= progress.deadline:
-        return GiveUp(_deadline(progress))
+        return GiveUp(deadline_error(progress))
     since = progress.interrupted_at if progress.interrupted_at is not None else progress.started_at
     patience = rules.resume_wait_s if progress.received else rules.start_wait_s
     if shortage.role == "fits" and not progress.received:
         return GiveUp(NeverFits(shortage.message, param="prompt"))
     if now - since < patience:
-        return Again(rules.pause_s)
+        # The longer it lasts the rarer the questions: a thousand waiting requests must not eat the event loop.
+        pause = min(max(rules.pause_s, (now - since) * WAIT_SHARE), rules.longest_pause_s)
+        return Again(min(pause, max(0.0, progress.deadline - now)))
     if progress.received:
         return GiveUp(
             WorkerLost(
@@ -165,7 +169,8 @@ def may_place(progress: Progress, rules: RetryRules) -> bool:
     return progress.placements < rules.max_placements
 
 
-def _deadline(progress: Progress) -> DeadlineExceeded:
+def deadline_error(progress: Progress) -> DeadlineExceeded:
+    """Return what a client is told whose request took too long."""
     return DeadlineExceeded(
         f"the request's deadline passed after {progress.deadline - progress.started_at:.3g} s "
         f"with {progress.received} output tokens sent"

@@ -9,7 +9,15 @@ import logging
 from core.errors import DeadlineExceeded, Draining, InvariantError, WorkerLost
 from core.ids import RequestId
 from core.request import FinishReason
-from gateway.attempt import Again, GiveUp, Progress, after_failure, after_shortage, count_failure
+from gateway.attempt import (
+    Again,
+    GiveUp,
+    Progress,
+    after_failure,
+    after_shortage,
+    count_failure,
+    deadline_error,
+)
 from gateway.cluster import Cluster
 from gateway.dispatch import Dispatch
 from gateway.generation import Delta, Prompt
@@ -38,6 +46,7 @@ class SampleRun:
         self._eos: tuple[int, ...] = ()
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None
+        self._is_late = False
         self._deadline_timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._deadline_passed)
 
     async def next_delta(self) -> Delta:
@@ -85,6 +94,8 @@ class SampleRun:
         """Place and submit the next attempt; None: the worker was lost in between, go round again."""
         cluster, progress = self._cluster, self._progress
         while True:
+            if self._is_late:
+                raise deadline_error(progress)  # it passed between two attempts: no mailbox has heard of it
             begun = cluster.clock.now()
             placed = cluster.router.place(self._work)
             cluster.metrics.route_seconds.observe(cluster.clock.now() - begun)
@@ -209,6 +220,7 @@ class SampleRun:
 
     def _deadline_passed(self) -> None:
         error = DeadlineExceeded("the request's deadline passed")
+        self._is_late = True
         if self._attempt is not None:
             self._attempt.mailbox.note(Failure(error, by_worker=False))
 

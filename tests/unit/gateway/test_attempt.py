@@ -148,3 +148,14 @@ def test_waiting_ends_at_the_deadline():
 def test_placements_are_bounded():
     assert may_place(progress(placements=2), RULES)
     assert not may_place(progress(placements=3), RULES)
+
+
+def test_the_longer_an_outage_lasts_the_rarer_are_the_questions_but_never_past_the_deadline():
+    state = progress(received=3, deadline=1000.0)
+    state.interrupted_at = 0.0
+    pauses = [after_shortage(short(), progress=state, rules=RULES, now=now).pause_s for now in (0.0, 1.0, 4.0, 25.0)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == RULES.pause_s
+    assert pauses[-1] == RULES.longest_pause_s
+    state.deadline = 25.25
+    assert after_shortage(short(), progress=state, rules=RULES, now=25.0).pause_s == 0.25

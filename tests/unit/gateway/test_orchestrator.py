@@ -7,6 +7,7 @@ from core.errors import BadRequest, DeadlineExceeded, NeverFits, NoCapacity, NoW
 from core.request import FinishReason, SamplingParams
 from core.worker import Role
 from gateway.admission import Limits
+from gateway.attempt import RetryRules
 from tests.fakes.cluster import registration
 from tests.fakes.sim_decode import SimDecode, sim_answer
 from tests.fakes.sim_gateway import collect, prompt, sim_gateway
@@ -305,3 +306,27 @@ async def test_a_draining_worker_gets_no_further_request():
             tokens, _, _, _ = await collect(gateway.orchestrator, ASKED)
             assert tokens == ANSWER
         assert worker.counts["submits"] <= 1
+
+
+async def test_a_deadline_that_passes_between_two_attempts_ends_the_third():
+    rules = RetryRules(pause_s=1.0, longest_pause_s=1.0)
+    async with sim_gateway(retries=rules) as gateway:
+        gateway.add_prefill("p1")
+        plans = [(("error", "no_capacity"),), (("error", "no_capacity"),)]
+        worker = SimDecode("d1-a", plan=lambda submit: plans.pop() if plans else (("wait", 10**9),))
+        gateway.add_decode("d1", worker)
+        async with asyncio.timeout(3):
+            with pytest.raises(DeadlineExceeded):
+                await collect(gateway.orchestrator, prompt(timeout_s=0.2))
+        assert gateway.own_work() == (0, 0)
+        assert gateway.admission.in_flight == 0
+
+
+async def test_a_deadline_that_passes_while_no_worker_is_there_is_told_at_once():
+    rules = RetryRules(pause_s=0.4, start_wait_s=5.0)
+    async with sim_gateway(retries=rules) as gateway:
+        gateway.add_prefill("p1")
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await collect(gateway.orchestrator, prompt(timeout_s=0.1))
+        assert asyncio.get_running_loop().time() - begun < 0.35
