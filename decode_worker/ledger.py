@@ -149,6 +149,11 @@ class RequestLedger:
         """Requests without a terminal record."""
         return sum(len(live) for live in self._by_stream.values())
 
+    @property
+    def num_bound(self) -> int:
+        """Sequences that work for a request, ended or not."""
+        return len(self._by_seq)
+
     def live(self) -> Iterable[Request]:
         """Return a snapshot of the live requests."""
         return [request for requests in self._by_stream.values() for request in requests.values()]
@@ -163,6 +168,7 @@ class RequestLedger:
         return {
             **{f"{name}_total": float(value) for name, value in self._counts.items()},
             "requests_live": float(self.num_live),
+            "sequences_bound": float(self.num_bound),
             **{f"requests_{phase}": float(phases[phase]) for phase in Phase if phase is not Phase.ENDED},
         }
 

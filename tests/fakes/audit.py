@@ -6,6 +6,15 @@ from core.ids import fresh_incarnation
 from core.rpc.admin import AdminClient, Statistics
 from core.rpc.proof import Proof
 
+IDLE_NAMES = {
+    "transfer_leases",
+    "transfer_open_ops",
+    "transfer_transfers",
+    "worker_requests_live",
+    "worker_sequences_bound",
+}
+"""Statistics besides pages that are 0 in an idle worker."""
+
 
 def statistics(cluster, audit: bool = True) -> dict[str, Statistics]:
     """Return the statistics of every ready worker by id."""
@@ -43,6 +52,17 @@ def findings(cluster) -> list[str]:
                 "fenced",
                 "loading",
             }
-            if (idle or name in {"transfer_leases", "transfer_open_ops"}) and value:
+            if (idle or name in IDLE_NAMES) and value:
                 found.append(f"{worker}: {name} is {value:.0f}, should be 0 when idle")
     return found
+
+
+def gateway_findings(cluster) -> list[str]:
+    """Everything that an idle gateway still counts: permits, handles, work at workers."""
+    secret = (cluster.run_dir / "secret").read_text().strip().encode()
+    client = AdminClient(Proof(secret, fresh_incarnation()))
+    (gateway,) = cluster.processes("gateway")
+    stats = asyncio.run(client.statistics(gateway["membership_address"], audit=True))
+    names = ("in_flight", "queued", "open_handles", "own_tokens", "own_requests")
+    held = [f"gateway: {name} is {stats.values[name]:g}" for name in names if stats.values[name]]
+    return [f"gateway: {text}" for text in stats.audit_findings] + held

@@ -17,6 +17,7 @@ from core.errors import (
 from core.handover import TokenLogprobs
 from core.stream import AbortRequest, Ack, Errored, Finished, NeedPrefill, Place, Started
 from decode_worker.streams import StreamConfig
+from engine.events import FailedHere, StepEvents
 from tests.fakes.decode import P1, P2, DecodeRig, InProcessGateway, settle
 from tests.fakes.engine import ask, reply
 
@@ -393,5 +394,20 @@ async def test_a_call_that_is_cancelled_while_it_ends_leaves_no_stream_attached(
     rig.clock.advance(10.0)
     rig.service.expire()
     assert rig.ledger.num_live == 0
+    await rig.run_dry()
+    assert rig.engine.audit() == []
+
+
+async def test_a_sequence_that_fails_after_its_first_token_ended_the_request_is_forgotten(rig):
+    gateway = await connected(rig)
+    gateway.submit(1, ask(PROMPT), P1)
+    pull = await rig.puller.next()
+    pull.final(finish="stop")
+    await settle()
+    assert gateway.terminal(1).reason == "stop"
+    rig.service.on_step(StepEvents(failed=(FailedHere(pull.seq, DeadlineExceeded("too late")),)))
+    assert rig.ledger.num_bound == 0
+    assert gateway.terminal(1).reason == "stop"
+    pull.fail(Aborted("its sequence is gone"))
     await rig.run_dry()
     assert rig.engine.audit() == []
