@@ -6,6 +6,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowReplay:
+    """What replay prescribes for the rows of a step; [b] each. Models without replay never read it."""
+
+    encoder_floor: I32
+    """Window rows below this position do not exist for the row (0: all exist)."""
+    known_tokens: I32
+    """Tokens known of the request when it was admitted, from whose end the decoder's keep length counts; 0 means that
+    the row runs whole, whatever the model's keep length."""
+    write_from: I32
+    """Tokens below this position write nothing paged: their pages exist already and may be shared."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -15,13 +30,18 @@ class ForwardBatch:
     positions: torch.Tensor  # int64 [t] absolute positions
     slots: torch.Tensor  # int64 [t] page * page_tokens + offset where each token's KV is written
     page_table: torch.Tensor  # int64 [b, max_pages_of_this_step]; columns past a row's pages are 0 (SINK)
-    rows: npt.NDArray[np.int32]  # [b] engine rows: index of ring and state records
-    q_start: npt.NDArray[np.int32]  # [b+1]
-    seq_start: npt.NDArray[np.int32]  # [b] tokens in KV before this step
+    rows: I32  # [b] engine rows: index of ring and state records
+    q_start: I32  # [b+1]
+    seq_start: I32  # [b] tokens in KV before this step
     sample_at: torch.Tensor  # int64 [m] indices into t whose logits are wanted, ascending
     page_tokens: int
     deterministic: bool
     """A14: linears in padded row tiles of 16, attention row by row in page order."""
+    history: torch.Tensor | None = None
+    """int64 [b, h]: the h tokens before each row's `seq_start`, oldest first, -1 before position 0; h is the model's
+    `history_tokens`. None for models that need none."""
+    replay: RowReplay | None = None
+    """None: no row has floors, everything is written, every row runs whole."""
 
     @property
     def num_rows(self) -> int:

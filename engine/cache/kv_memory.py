@@ -8,6 +8,8 @@ PAGED  [num_layers, 2 (key, value), heads, page_tokens, head_dim]
 RING   [num_layers, 2 (key, value), heads, capacity_tokens, head_dim]
 STATE  [record_bytes / element size]
 ====== ====================================================
+
+A PAGED or RING component with `heads` = 0 is flat like STATE: its model packs records of its own and knows their parts.
 """
 
 import itertools
@@ -35,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
 def record_shape(component: Component) -> tuple[int, ...]:
     """Return the shape of one record; raises InvariantError if it does not fill `record_bytes`."""
     itemsize = _dtype(component).itemsize
-    if component.kind is ComponentKind.STATE:
+    if component.kind is ComponentKind.STATE or not component.heads:
         shape: tuple[int, ...] = (component.record_bytes // itemsize,)
     else:
         shape = (len(component.layers), 2, component.heads, component.capacity_tokens, component.head_dim)

@@ -23,6 +23,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     kv_dtype: str
     mode: str = "exact"
+    history_tokens: int = 0
+    """Tokens before a chunk that `forward` wants to know (`ForwardBatch.history`)."""
 
 
 class KVTensors(Protocol):

@@ -19,11 +19,14 @@ from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.models.model import KVTensors, Model
 from engine.plan import Plan, StepHandle, StepResult, decode_plan
+from engine.runner.token_history import TokenHistory
 from engine.sampling import Sampler
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 MAX_IN_FLIGHT = 2
+MAX_ROW_TOKENS = 16
+"""Most tokens of one row that a step may write and a later one take back: 1 + drafts."""
 
 
 class StepTicket:
@@ -58,6 +61,8 @@ class StepExecutor:
         self._deterministic = config.deterministic
         self._sampler = Sampler(config.num_rows, model.facts.vocab_size)
         self._next_token = np.zeros(config.num_rows, np.int64)
+        width = model.facts.history_tokens
+        self._history = TokenHistory(config.num_rows, width, MAX_ROW_TOKENS) if width else None
         self._page_table = np.zeros((config.num_rows, max_pages), np.int64)
 
     @torch.inference_mode()
@@ -97,6 +102,9 @@ class StepExecutor:
             self._sampler.set_row(init)
             if init.next_token >= 0:
                 self._next_token[init.row] = init.next_token
+            if self._history is not None:
+                start = int(plan.seq_start[np.flatnonzero(plan.rows == init.row)[0]])
+                self._history.reset(init.row, np.frombuffer(init.token_ids, "<i4"), start)
 
     def _batch(self, plan: Plan, chosen: npt.NDArray[np.intp]) -> ForwardBatch:
         size = self._page_tokens
@@ -112,6 +120,10 @@ class StepExecutor:
         # Columns past a row's own pages hold what earlier owners had there.
         table[np.arange(widest) >= used[:, None]] = 0
         slots = table[owner, positions // size] * size + positions % size
+        history = None
+        if self._history is not None:
+            history = torch.from_numpy(self._history.before(plan.rows, plan.seq_start.astype(np.int64)))
+            self._history.write(plan.rows, plan.q_start, positions, tokens)
         return ForwardBatch(
             token_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
@@ -123,6 +135,7 @@ class StepExecutor:
             sample_at=torch.from_numpy(plan.q_start[chosen + 1].astype(np.int64) - 1),
             page_tokens=size,
             deterministic=self._deterministic,
+            history=history,
         )
 
 

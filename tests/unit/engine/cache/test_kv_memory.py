@@ -162,3 +162,14 @@ def test_a_closed_memory_lets_its_buffers_go():
         view.release()
     for m in maps:
         m.close()
+
+
+def test_records_without_heads_are_flat_and_their_parts_are_views():
+    flat = paged(heads=0, head_dim=0, elem="u8", record_bytes=100, stride_bytes=128, capacity_tokens=4)
+    assert record_shape(flat) == (100,)
+    memory = KVMemory(layout(flat), anonymous_buffers(layout(flat)))
+    pages = memory.paged("kv")
+    assert pages.shape == (7, 100)
+    pages[3, 20:60].unflatten(0, (4, 10))[1, 2] = 7
+    assert pages[3, 32] == 7
+    assert int(pages.sum()) == 7
