@@ -15,6 +15,8 @@ from core.clock import Clock
 from core.errors import DeadlineExceeded
 
 T = TypeVar("T")
+OnCrash = Callable[[str, BaseException], None]
+"""Told the name of a task that crashed, and its exception."""
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +27,7 @@ class Tasks:
     first crash can be awaited through `crashed`.
     """
 
-    def __init__(self, on_crash: Callable[[str, BaseException], None] | None = None) -> None:
+    def __init__(self, on_crash: OnCrash | None = None) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_crash = on_crash
         self._closed = False

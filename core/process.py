@@ -70,6 +70,10 @@ class Departure:
             self.error = error
         self.begin(0.0)
 
+    def task_crashed(self, _task: str, error: BaseException) -> None:
+        """As `crash`, for the owner of a task (`core.aio.OnCrash`)."""
+        self.crash(error)
+
     def crash_from_thread(self, error: BaseException) -> None:
         """As `crash`, from any thread."""
         self._loop.call_soon_threadsafe(self.crash, error)

@@ -146,9 +146,10 @@ class WorkerShell:
             load=self._current_load,
             addresses=self._section.gateways,
             clock=self._clock,
+            on_crash=self._departure.task_crashed,
         )
         stack.push_async_callback(membership.close)
-        tasks = Tasks(lambda _name, error: self._departure.crash(error))
+        tasks = Tasks(self._departure.task_crashed)
         stack.push_async_callback(tasks.close)
         tasks.spawn(self._poll(body, exported), name="worker-poll")
         membership.start()

@@ -9,7 +9,7 @@ from core.aio import Tasks
 from core.clock import SystemClock
 from core.config import read_secret
 from core.exported import ExportedStatistics
-from core.ids import WorkerId, fresh_incarnation
+from core.ids import Incarnation, WorkerId, fresh_incarnation
 from core.lifecycle import State
 from core.metrics import Metrics
 from core.process import Departure
@@ -29,11 +29,10 @@ from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
-from kv_transfer.config import TransferConfig
 from kv_transfer.destination import Destination
 from kv_transfer.factory import TransportFactory, check_transports
 from kv_transfer.handshake import expand
-from kv_transfer.memory import RegionMemory, allocate
+from kv_transfer.memory import allocate
 from kv_transfer.settings import TransportSettings
 
 _LOG = logging.getLogger(__name__)
@@ -67,18 +66,24 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         )
         stack.push_async_callback(engine.stop)
         desk = EngineDesk(engine, loop)
-        destination = _destination(config.transfer, loaded, memory, proof, desk)
-        stack.push_async_callback(destination.close)
-        tasks = Tasks(lambda _name, error: departure.crash(error))
-        stack.push_async_callback(tasks.close)
-        ledger = RequestLedger(desk)
-        service = DecodeService(
-            streams=GatewayStreams(incarnation, config.stream, clock),
-            ledger=ledger,
-            receiver=Receiver(config.prefill, desk, ledger, destination, clock),
-            tasks=tasks,
+        destination = Destination(
+            config=config.transfer,
+            incarnation=incarnation,
+            fingerprint=loaded.fingerprint,
+            layout=loaded.layout,
+            regions=memory.regions,
+            host=desk,
+            dialer=KvSourceDialer(proof),
+            opener=TransportFactory(
+                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
+            ),
             clock=clock,
+            on_crash=departure.task_crashed,
         )
+        stack.push_async_callback(destination.close)
+        tasks = Tasks(departure.task_crashed)
+        stack.push_async_callback(tasks.close)
+        service = _service(config, incarnation, desk, destination, tasks)
         sink.connect(service.on_step, shell.push_events)
         shell.enter(State.WARMING)
         engine.start()
@@ -92,19 +97,15 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         await shell.serve(stack, server, body, register=register, exported=exported)
 
 
-def _destination(
-    config: TransferConfig, loaded: LoadedModel, memory: RegionMemory, proof: Proof, desk: EngineDesk
-) -> Destination:
-    clock = SystemClock()
-    return Destination(
-        config=config,
-        incarnation=proof.incarnation,
-        fingerprint=loaded.fingerprint,
-        layout=loaded.layout,
-        regions=memory.regions,
-        host=desk,
-        dialer=KvSourceDialer(proof),
-        opener=TransportFactory(TransportSettings(incarnation=proof.incarnation, config=config), memory.regions, clock),
+def _service(
+    config: DecodeWorkerConfig, incarnation: Incarnation, desk: EngineDesk, destination: Destination, tasks: Tasks
+) -> DecodeService:
+    clock, ledger = SystemClock(), RequestLedger(desk)
+    return DecodeService(
+        streams=GatewayStreams(incarnation, config.stream, clock),
+        ledger=ledger,
+        receiver=Receiver(config.prefill, desk, ledger, destination, clock),
+        tasks=tasks,
         clock=clock,
     )
 

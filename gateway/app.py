@@ -74,7 +74,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
     metrics = Metrics()
     gateway_metrics = GatewayMetrics(metrics)
     async with AsyncExitStack() as stack:
-        tasks = Tasks(lambda _name, error: departure.crash(error))
+        tasks = Tasks(departure.task_crashed)
         core = _compose(config, proof=proof, secret=secret, clock=clock, metrics=gateway_metrics, tasks=tasks)
         stack.push_async_callback(core.links.close)
         admin = GatewayAdmin(

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from core.aio import OnCrash
 from core.clock import Clock
 from core.errors import Aborted, DeadlineExceeded, TandemError, WorkerLost
 from core.handover import Hello, Prepare
@@ -42,6 +43,7 @@ class Destination:
         dialer: LinkDialer,
         opener: TransportOpener,
         clock: Clock,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -56,6 +58,7 @@ class Destination:
             opener=opener,
             clock=clock,
             staging=self._staging.region,
+            on_crash=on_crash,
         )
         self._counters = Counters(COUNTERS)
         self._number = 0

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.aio import Tasks
+from core.aio import OnCrash, Tasks
 from core.clock import Clock
 from core.errors import LeaseLost, TandemError, TransferFailed, WorkerLost
 from core.handover import Abort, FromD, FromP, Heartbeat, HeartbeatReply, Hello, HelloReply, Stale
@@ -66,6 +66,7 @@ class Session:
         config: TransferConfig,
         clock: Clock,
         on_lost: Callable[["Session"], None],
+        on_crash: OnCrash | None = None,
     ) -> None:
         self.address = address
         self.source = source
@@ -80,7 +81,7 @@ class Session:
         self._transfers: dict[TransferId, Transfer] = {}
         self._last_heard = clock.now()
         self._new_lease = asyncio.Event()
-        self._tasks = Tasks()
+        self._tasks = Tasks(on_crash)
         self._tasks.spawn(self._receive(), name=f"KV receiver {address}")
         self._tasks.spawn(self._beat(), name=f"KV heartbeat {address}")
 

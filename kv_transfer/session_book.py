@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 
-from core.aio import Tasks
+from core.aio import OnCrash, Tasks
 from core.clock import Clock
 from core.errors import Aborted, ConfigError, DeadlineExceeded, TandemError, TransferFailed, WorkerLost
 from core.handover import Hello
@@ -36,6 +36,7 @@ class SessionBook:
         opener: TransportOpener,
         clock: Clock,
         staging: MemoryRegion | None,
+        on_crash: OnCrash | None,
     ) -> None:
         self._config = config
         self._hello = hello
@@ -52,7 +53,9 @@ class SessionBook:
         self._bytes_of_fenced = 0
         self._num_late = 0
         self._closing = False
-        self._tasks = Tasks()
+        self._on_crash = on_crash
+        # The sweeper is the only one who gives back unproven pages: without it this process is of no use.
+        self._tasks = Tasks(on_crash)
         self._tasks.spawn(self._sweep(), name="KV sweeper")
 
     def breaker(self, address: str) -> Breaker:
@@ -146,6 +149,7 @@ class SessionBook:
             config=self._config,
             clock=self._clock,
             on_lost=self._lost,
+            on_crash=self._on_crash,
         )
         old = self._sessions.get(address)
         self._sessions[address] = session

@@ -7,7 +7,7 @@ Lives on the worker's event loop. The engine's events come in by method calls; w
 import asyncio
 from collections.abc import Callable, Sequence
 
-from core.aio import Tasks
+from core.aio import OnCrash, Tasks
 from core.clock import Clock
 from core.errors import Draining, InvariantError, LeaseLost, TandemError
 from core.handover import Final, FromP, TokenLogprobs
@@ -38,10 +38,12 @@ class Source:
         host: SourceHost,
         opener: TransportOpener,
         clock: Clock,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self._config = config
         self._opener = opener
-        self._tasks = Tasks()
+        # The reaper is the only one who unpins what a lost peer held: without it this process is of no use.
+        self._tasks = Tasks(on_crash)
         self._serving: Serving | None = None
         self._leases = LeaseTable(
             layout=layout, clock=clock, max_per_peer=config.max_leases_per_peer, orphan_ttl_s=config.orphan_ttl_s

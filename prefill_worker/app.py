@@ -73,6 +73,7 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
                 TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
             ),
             clock=clock,
+            on_crash=departure.task_crashed,
         )
         stack.push_async_callback(source.close)
         service.connect(source)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from core.aio import Tasks
+from core.aio import OnCrash, Tasks
 from core.clock import Clock
 from core.errors import NoCapacity, TandemError, WorkerLost, from_code
 from core.rpc.channel import connect
@@ -54,6 +54,7 @@ class MembershipClient:
         clock: Clock,
         times: MembershipTimes | None = None,
         rng: random.Random | None = None,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self._proof = proof
         self._registration = registration
@@ -63,7 +64,7 @@ class MembershipClient:
         self._times = times or MembershipTimes()
         self._rng = rng or random.Random()  # noqa: S311 - jitter, no secret
         self._links: dict[str, _GatewayLink] = {}
-        self._tasks = Tasks()
+        self._tasks = Tasks(on_crash)
         self._is_leaving = False
 
     def start(self) -> None:
@@ -272,6 +273,8 @@ class _GatewayLink:
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
+            if not beating.cancelled() and (bug := beating.exception()) is not None:
+                raise bug  # the gateway heard nothing because of us
 
     async def _beat(self, heartbeat: Callable[[], pb.WorkerReport]) -> None:
         while True:

@@ -23,7 +23,7 @@ def gateway(service, port=0):
 
 
 @asynccontextmanager
-async def worker(*addresses, load=a_load, clock=None, proof=None, times=TIMES):
+async def worker(*addresses, load=a_load, clock=None, proof=None, times=TIMES, on_crash=None):
     client = MembershipClient(
         proof=proof or a_proof(INCARNATION),
         registration=a_registration(),
@@ -32,6 +32,7 @@ async def worker(*addresses, load=a_load, clock=None, proof=None, times=TIMES):
         clock=clock or SystemClock(),
         times=times,
         rng=random.Random(1),
+        on_crash=on_crash,
     )
     client.start()
     try:
@@ -279,3 +280,16 @@ async def test_a_worker_that_is_leaving_joins_nobody_new():
         assert await leaving[0]
         assert not client.holds_lease
     assert service.count("joined") == 1
+
+
+async def test_a_bug_in_the_heartbeat_is_told_and_not_taken_for_a_silent_gateway():
+    service, crashes = RecordingMembership(ttl_s=0.2), asyncio.Queue()
+
+    def broken():
+        raise ZeroDivisionError
+
+    def tell(name, error):
+        crashes.put_nowait(error)
+
+    async with gateway(service) as address, worker(address, load=broken, on_crash=tell):
+        assert isinstance(await crashes.get(), ZeroDivisionError)

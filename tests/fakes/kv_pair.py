@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from core.aio import OnCrash
 from core.clock import Clock, SystemClock
 from core.kv import KVLayout
 from core.request import GenerateRequest
@@ -74,6 +75,7 @@ async def open_pair(
     opener: TransportOpener | None = None,
     computing: bool = True,
     chunk_tokens: int = 64,
+    on_crash: OnCrash | None = None,
 ) -> AsyncIterator[Pair]:
     """Compose both sides; closes them, and fails if the destination's pages do not come home."""
     config = msgspec.structs.replace(config or quick(), transports=(transport,), segment_directory=directory)
@@ -96,6 +98,7 @@ async def open_pair(
         host=source_host,
         opener=factory(theirs),
         clock=source_clock or clock,
+        on_crash=on_crash,
     )
     source_host.source = source
     destination = Destination(
@@ -108,6 +111,7 @@ async def open_pair(
         dialer=dialer,
         opener=opener or factory(ours),
         clock=clock,
+        on_crash=on_crash,
     )
     await source.start()
     dialer.serve(ADDRESS, source)

@@ -23,6 +23,7 @@ from core.errors import (
 from core.handover import Stale
 from core.ids import fresh_incarnation
 from kv_transfer.exchange import Exchange
+from kv_transfer.reader import Reader
 from tests.fakes.kv_pair import ADDRESS, open_pair, quick
 from tests.fakes.kv_pools import make_layout, make_request
 
@@ -561,3 +562,31 @@ async def test_events_that_overtake_the_return_of_start_are_not_lost(directory):
         request = make_request(32)
         await pair.pull(request)
         pair.host.assert_landed(1, request, row=1)
+
+
+async def test_a_reaper_that_crashes_is_told_because_nobody_else_unpins(directory):
+    clock, crashes = ManualClock(), asyncio.Queue()
+    tell = lambda name, error: crashes.put_nowait((name, error))  # noqa: E731
+    async with open_pair("loopback", directory, computing=False, source_clock=clock, on_crash=tell) as pair:
+        pulling = asyncio.create_task(pair.pull(make_request(40)))
+        prefill = await pair.source_host.started.get()
+        await until(lambda: pair.source.num_leases)
+        stop = pair.source_host.stop
+        pair.source_host.stop = lambda seq: 1 // 0
+        clock.advance(1000.0)
+        async with asyncio.timeout(5):
+            name, error = await crashes.get()
+        assert (name, type(error)) == ("lease reaper", ZeroDivisionError)
+        stop(prefill.seq)
+        pulling.cancel()
+        await asyncio.gather(pulling, return_exceptions=True)
+
+
+async def test_a_sweeper_that_crashes_is_told_because_nobody_else_gives_unproven_pages_back(directory, monkeypatch):
+    crashes = asyncio.Queue()
+    tell = lambda name, error: crashes.put_nowait((name, error))  # noqa: E731
+    async with open_pair("loopback", directory, on_crash=tell) as pair:
+        await pair.pull(make_request(40))
+        monkeypatch.setattr(Reader, "tick", lambda self: 1 // 0)
+        async with asyncio.timeout(5):
+            assert (await crashes.get())[0] == "KV sweeper"
