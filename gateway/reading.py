@@ -69,7 +69,7 @@ class Reader:
         self.num_cached = -1
         """Cached prompt tokens that the first attempt reported; -1 before."""
         self.is_steady = False
-        """Tokens of this attempt flow: a plain run needs no book-keeping but its count."""
+        """Enough tokens of this attempt came: a plain run needs no book-keeping but its count."""
 
     def read(self, attempt: Attempt, items: Iterable[Item]) -> Step:
         """Take what the mailbox held, in order. The attempt is over if the step has a finish or a failure."""
@@ -105,7 +105,10 @@ class Reader:
             self._progress.interrupted_at = None
             self._work.avoid_decode.clear()
         attempt.dispatch.computed()
-        self.is_steady = True
+        if self._work.num_tokens - attempt.num_tokens >= self._cluster.retries.steady_tokens:
+            # Not at the end only: a breaker's probe may stream for minutes, and nobody else is let in before.
+            self._cluster.directory.succeeded(attempt.placed.decode)
+            self.is_steady = True
 
     def _take_start(self, attempt: Attempt, started: Started, step: Step) -> None:
         cluster = self._cluster

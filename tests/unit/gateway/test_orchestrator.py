@@ -330,3 +330,32 @@ async def test_a_deadline_that_passes_while_no_worker_is_there_is_told_at_once()
         with pytest.raises(DeadlineExceeded):
             await collect(gateway.orchestrator, prompt(timeout_s=0.1))
         assert asyncio.get_running_loop().time() - begun < 0.35
+
+
+async def test_a_probe_that_streams_for_long_lets_others_in_before_it_ends():
+    async with sim_gateway() as gateway:
+        gateway.add_prefill("p1")
+        gateway.add_decode("d1", planned("d1", ("tokens", 10), ("wait", 10**9), first=1))
+        member = gateway.directory.find("d1")
+        for ago in (9.0, 8.0, 7.0):
+            member.breaker.failed(gateway.clock.now() - ago)
+        async with aclosing(gateway.orchestrator.generate(prompt(max_tokens=100))) as probe:
+            seen = 0
+            while seen < 10:
+                seen += len((await anext(probe)).token_ids)
+            tokens, _, _, _ = await collect(gateway.orchestrator, ASKED)
+            assert tokens == ANSWER
+
+
+async def test_a_probe_that_only_forwards_a_first_token_keeps_others_out():
+    async with sim_gateway() as gateway:
+        gateway.add_prefill("p1")
+        gateway.add_decode("d1", planned("d1", ("tokens", 1), ("wait", 10**9), first=1))
+        member = gateway.directory.find("d1")
+        for ago in (9.0, 8.0, 7.0):
+            member.breaker.failed(gateway.clock.now() - ago)
+        async with aclosing(gateway.orchestrator.generate(prompt(max_tokens=100))) as probe:
+            while not (await anext(probe)).token_ids:
+                pass
+            with pytest.raises(NoCapacity):
+                await collect(gateway.orchestrator, ASKED)
