@@ -10,11 +10,11 @@ import threading
 
 import httpx
 import pytest
+
+from benchmarks.record import write_record
 from tests.fakes.audit import findings, statistics
 from tests.fakes.chaos import faults, storm
 from tests.fakes.live_cluster import complete, running_cluster, wait_for
-
-from benchmarks.record import write_record
 
 pytestmark = [pytest.mark.cluster, pytest.mark.smollm2, pytest.mark.long, pytest.mark.timeout(1800)]
 
