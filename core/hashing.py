@@ -91,6 +91,35 @@ class PageHasher:
             hashes.append(previous)
         return tuple(hashes)
 
+    def behind_hit(self, previous: PageHash, encoder_floor: int) -> PageHash:
+        """Return where the chain goes on behind a hit that ends with page `previous` and was replayed from a floor on.
+
+        Pages from there on are approximations that this floor determines: they share no hash with other ones.
+        """
+        return PageHash(hashlib.sha256(previous + b"behind" + struct.pack("<I", encoder_floor)).digest())
+
+
+def image_digest(height: int, width: int, pixels: bytes) -> bytes:
+    """Name an image as the model sees it: SHA-256 of its size and its uint8 RGB pixels."""
+    return hashlib.sha256(b"image1" + struct.pack("<II", height, width) + pixels).digest()
+
+
+def image_pages(
+    spans: Sequence[tuple[int, int, bytes]], page_tokens: int, first: int, count: int
+) -> tuple[tuple[bytes, ...], ...]:
+    """Return the `mm_digests` of pages [first, first + count) for `PageHasher.extend`.
+
+    `spans` are (start, end, digest) of a request's images by token position, ascending. A page that holds any
+    position of an image names it, so that pages which end inside one tell images apart.
+    """
+    if not spans:
+        return ()
+    pages: list[tuple[bytes, ...]] = []
+    for page in range(first, first + count):
+        start, end = page * page_tokens, (page + 1) * page_tokens
+        pages.append(tuple(digest for low, high, digest in spans if low < end and high > start))
+    return tuple(pages)
+
 
 def event_hash(page_hash: PageHash) -> int:
     """Signed 64-bit name of a page in KV events: never reveals the chain."""

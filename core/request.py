@@ -59,9 +59,15 @@ class MmItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a request (seam f): digest for cache keys, token range, raw pixels or nothing if cached."""
 
     digest: bytes
+    """32 bytes: `core.hashing.image_digest` of size and pixels."""
     start: int
     end: int
+    """Its place in `token_ids`: [start, end), laid out as `core.image_plan.ImagePlan.spots` says."""
+    height: int = 0
+    width: int = 0
+    """Of the pixels: multiples of the model's patch."""
     pixels: bytes = b""
+    """uint8 [height, width, 3], RGB, row by row; padding included."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ REQUEST = st.builds(
     decoder_floor=S32,
     floor_hit_tokens=S32,
     lora=TEXT,
-    mm_items=tuples(st.builds(MmItem, digest=BYTES, start=U32, end=U32, pixels=BYTES), 2),
+    mm_items=tuples(st.builds(MmItem, digest=BYTES, start=U32, end=U32, height=U32, width=U32, pixels=BYTES), 2),
 )
 TARGET = st.none() | st.builds(stream.PrefillTarget, worker_id=TEXT, address=TEXT, incarnation=TEXT)
 FROM_GATEWAY = st.one_of(

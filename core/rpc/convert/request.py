@@ -34,7 +34,14 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         floor_hit_tokens=request.floor_hit_tokens,
         lora=request.lora,
         mm_items=[
-            pb.MmItem(digest=item.digest, start=item.start, end=item.end, pixels=item.pixels)
+            pb.MmItem(
+                digest=item.digest,
+                start=item.start,
+                end=item.end,
+                height=item.height,
+                width=item.width,
+                pixels=item.pixels,
+            )
             for item in request.mm_items
         ],
     )
@@ -61,7 +68,15 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         floor_hit_tokens=message.floor_hit_tokens,
         lora=message.lora,
         mm_items=tuple(
-            MmItem(digest=item.digest, start=item.start, end=item.end, pixels=item.pixels) for item in message.mm_items
+            MmItem(
+                digest=item.digest,
+                start=item.start,
+                end=item.end,
+                height=item.height,
+                width=item.width,
+                pixels=item.pixels,
+            )
+            for item in message.mm_items
         ),
     )
 

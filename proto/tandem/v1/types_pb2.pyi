@@ -129,10 +129,15 @@ class MmItem(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     start: _builtins.int
     end: _builtins.int
     pixels: _builtins.bytes
+    """uint8 [height, width, 3]."""
+    height: _builtins.int
+    width: _builtins.int
     def __init__(
         self,
         *,
@@ -140,10 +145,12 @@ class MmItem(_message.Message):
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         pixels: _builtins.bytes = ...,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "end", b"end", "pixels", b"pixels", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "end", b"end", "height", b"height", "pixels", b"pixels", "start", b"start", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
