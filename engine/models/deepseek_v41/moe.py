@@ -1,0 +1,109 @@
+"""Mixture of experts: the gate, routed experts with the routing weight inside, and the shared expert.
+
+The routing weight multiplies the inner activation before the second projection, which is quantized: applying it after
+would move the quantizer's scale. Ties of the gate go to the lowest expert number. Results of a row are summed over its
+experts in ascending order. Every function maps each row alone.
+
+Shape legend: t rows, d hidden, E experts, k chosen per row, I inner width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.models.deepseek_v41.arithmetic import Arithmetic
+from engine.models.deepseek_v41.config import MoeConfig
+from engine.models.deepseek_v41.weights import MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What routing and n-grams need to know of t rows besides their streams."""
+
+    ids: torch.Tensor  # int64 [t]
+    is_image: torch.Tensor | None = None  # bool [t]; None if no row belongs to an image
+
+    def take(self, rows: torch.Tensor | slice) -> "RowTokens":
+        """Return some rows."""
+        return RowTokens(self.ids[rows], None if self.is_image is None else self.is_image[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts rows go to."""
+
+    experts: torch.Tensor  # int64 [t, k], ascending
+    weights: torch.Tensor  # [t, k]
+
+
+class Gate:
+    """Chooses experts; biases steer the choice only, never the weights."""
+
+    def __init__(self, weights: MoeWeights, config: MoeConfig, top_k: int, arithmetic: Arithmetic) -> None:
+        self._weights = weights
+        self._config = config
+        self._top_k = top_k
+        self._arithmetic = arithmetic
+
+    def forward(self, x: torch.Tensor, tokens: RowTokens) -> Routes:
+        """Route rows x [t, d]."""
+        config = self._config
+        scores = functional.softplus(
+            self._arithmetic.linear(x, self._weights.gate) / config.gate_temp, threshold=60
+        ).sqrt()
+        experts = self._choose(scores, tokens).sort(1).values
+        weights = scores.gather(1, experts)
+        if config.norm_top_k and self._top_k > 1:
+            weights = weights / (weights.sum(1, keepdim=True) + config.weight_eps)
+        return Routes(experts, weights * config.route_scale)
+
+    def _choose(self, scores: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
+        weights = self._weights
+        if weights.token_experts is not None:
+            return weights.token_experts[tokens.ids]
+        if weights.bias is not None:
+            bias = weights.bias.expand_as(scores)
+            if tokens.is_image is not None and weights.bias_vl is not None:
+                bias = torch.where(tokens.is_image[:, None], weights.bias_vl, bias)
+            scores = scores + bias
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, : self._top_k]
+
+
+def swiglu(projected: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return [t, I] from [t, 2 I] (gate, then up): the gate is clamped from above, the other on both sides."""
+    gate, up = projected.chunk(2, -1)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+class Moe:
+    """The feed-forward sublayer."""
+
+    def __init__(self, weights: MoeWeights, config: MoeConfig, top_k: int, arithmetic: Arithmetic) -> None:
+        self._weights = weights
+        self._limit = config.swiglu_limit
+        self._gate = Gate(weights, config, top_k, arithmetic)
+        self._arithmetic = arithmetic
+
+    def forward(self, x: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
+        """Map [t, d] to [t, d]."""
+        routes = self._gate.forward(x, tokens)
+        entering = self._arithmetic.activation(x)
+        out = torch.zeros_like(x)
+        for expert in routes.experts.unique().tolist():
+            self._add_expert(out, entering, expert, routes)
+        return out + self._shared(entering)
+
+    def _add_expert(self, out: torch.Tensor, entering: torch.Tensor, expert: int, routes: Routes) -> None:
+        chosen = routes.experts == expert
+        weight = (routes.weights * chosen).sum(1)
+        # With fixed shapes an expert sees every row: the product's shape must not depend on how others are routed.
+        rows = slice(None) if self._arithmetic.fixed_shapes else chosen.any(1).nonzero()[:, 0]
+        inner = swiglu(self._arithmetic.linear(entering[rows], self._weights.w13[expert]), self._limit)
+        inner = inner * weight[rows, None]
+        out[rows] += self._arithmetic.quantized_linear(inner, self._weights.w2[expert])
+
+    def _shared(self, entering: torch.Tensor) -> torch.Tensor:
+        shared = self._weights.shared
+        inner = swiglu(self._arithmetic.linear(entering, shared.w13), self._limit)
+        return self._arithmetic.quantized_linear(inner, shared.w2)
