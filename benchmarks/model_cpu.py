@@ -1,11 +1,13 @@
 """Times SmolLM2 through `Model.forward` on the CPU: prefill and batched decode, without engine, scheduler or sampler.
 
-`--record` keeps the figures. Best of `--repeats` runs each.
+Each figure is the best of several runs, in wall time and in CPU time of the process; on a machine that does other work
+only the CPU time of one thread means much. `--record` keeps the figures.
 """
 
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,35 +35,40 @@ class Figure:
     deterministic: bool
     tokens_per_s: float
     step_ms: float
+    step_cpu_ms: float
+    """Of all threads, waiting for one another included."""
 
 
-def prefill(model: Model, repeats: int, *, deterministic: bool) -> float:
-    """Return the best seconds for one prompt of PREFILL_TOKENS tokens in one step."""
+def timed(step: Callable[[], object], runs: int) -> tuple[float, float]:
+    """Return the best wall and the best CPU seconds of `runs` calls, each on its own."""
+    wall = cpu = float("inf")
+    for _ in range(runs):
+        start, used = time.perf_counter(), time.process_time()
+        step()
+        wall, cpu = min(wall, time.perf_counter() - start), min(cpu, time.process_time() - used)
+    return wall, cpu
+
+
+def prefill(model: Model, repeats: int, *, deterministic: bool) -> tuple[float, float]:
+    """Time one prompt of PREFILL_TOKENS tokens in one step."""
     driver = ModelDriver(model, num_rows=1, max_tokens=PREFILL_TOKENS, page_tokens=16, deterministic=deterministic)
     prompt = [(i * 7919) % 40_000 + 10 for i in range(PREFILL_TOKENS)]
-    best = float("inf")
-    for _ in range(repeats):
+
+    def step() -> None:
         driver.lengths[0] = 0
-        start = time.perf_counter()
         driver.step({0: prompt})
-        best = min(best, time.perf_counter() - start)
-    return best
+
+    return timed(step, repeats)
 
 
-def decode(model: Model, rows: int, repeats: int, *, deterministic: bool) -> float:
-    """Return the best seconds of a decode step of `rows` rows after CONTEXT_TOKENS tokens."""
+def decode(model: Model, rows: int, repeats: int, *, deterministic: bool) -> tuple[float, float]:
+    """Time a decode step of `rows` rows after CONTEXT_TOKENS tokens."""
     length = CONTEXT_TOKENS + repeats * STEPS + 1
-    driver = ModelDriver(model, num_rows=rows, max_tokens=length, page_tokens=16, deterministic=deterministic)
-    driver.deterministic = False
+    driver = ModelDriver(model, num_rows=rows, max_tokens=length, page_tokens=16)
     for row in range(rows):
         driver.step({row: [(i * 104_729 + row) % 40_000 + 10 for i in range(CONTEXT_TOKENS)]})
     driver.deterministic = deterministic
-    best = float("inf")
-    for _ in range(repeats * STEPS):
-        start = time.perf_counter()
-        driver.step({row: [row + 11] for row in range(rows)})
-        best = min(best, time.perf_counter() - start)
-    return best
+    return timed(lambda: driver.step({row: [row + 11] for row in range(rows)}), repeats * STEPS)
 
 
 def main() -> None:
@@ -76,21 +83,23 @@ def main() -> None:
     load = os.getloadavg()[0]
     figures: list[Figure] = []
 
-    def add(phase: str, rows: int, tokens: int, seconds: float, *, threads: int, fixed: bool) -> None:
-        figures.append(Figure(phase, rows, threads, fixed, round(tokens / seconds, 1), round(seconds * 1e3, 1)))
+    def add(phase: str, rows: int, tokens: int, best: tuple[float, float], *, threads: int, fixed: bool) -> None:
+        seconds, cpu = best
+        rate, wall_ms, cpu_ms = round(tokens / seconds, 1), round(seconds * 1e3, 1), round(cpu * 1e3, 1)
+        figures.append(Figure(phase, rows, threads, fixed, rate, wall_ms, cpu_ms))
         print(
             f"threads {threads}  {'deterministic' if fixed else 'fast':13}  {phase:8} rows {rows:3}  "
-            f"{tokens / seconds:8.1f} tokens/s  step {seconds * 1e3:8.1f} ms"
+            f"{rate:8.1f} tokens/s  step {wall_ms:8.1f} ms  cpu {cpu_ms:8.1f} ms"
         )
 
     for threads in options.threads:
         torch.set_num_threads(threads)
         for fixed in (False, True):
-            seconds = prefill(model, options.repeats, deterministic=fixed)
-            add("prefill", 1, PREFILL_TOKENS, seconds, threads=threads, fixed=fixed)
+            best = prefill(model, options.repeats, deterministic=fixed)
+            add("prefill", 1, PREFILL_TOKENS, best, threads=threads, fixed=fixed)
             for rows in options.rows:
-                seconds = decode(model, rows, options.repeats, deterministic=fixed)
-                add("decode", rows, rows, seconds, threads=threads, fixed=fixed)
+                best = decode(model, rows, options.repeats, deterministic=fixed)
+                add("decode", rows, rows, best, threads=threads, fixed=fixed)
     if options.record:
         note = f"SmolLM2-135M float32; prefill of {PREFILL_TOKENS} tokens, decode after {CONTEXT_TOKENS} tokens; load average before {load:.1f}"
         write_record("model_cpu", [asdict(f) for f in figures], note=note)
