@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from core.aio import OnCrash
 from core.clock import Clock
-from core.errors import Aborted, DeadlineExceeded, TandemError, WorkerLost
+from core.errors import Aborted, DeadlineExceeded, NoCapacity, TandemError
 from core.handover import Hello, Prepare
 from core.ids import Incarnation, transfer_id
 from core.kv import KVLayout
@@ -127,7 +127,8 @@ class Destination:
             return Aborted("the decode worker is going away")
         if breaker.allow():
             return None
-        return WorkerLost(
+        # Not WorkerLost: that is what the failures were; told again it would count against the peer once more.
+        return NoCapacity(
             f"prefill worker {address} failed repeatedly and is left alone for a while",
             retry_after_s=breaker.retry_after_s,
         )

@@ -483,7 +483,7 @@ async def test_a_peer_that_fails_repeatedly_is_left_alone_for_a_while(directory)
         for seq in range(1, 4):
             with pytest.raises(WorkerLost, match="nobody answers"):
                 await pair.pull(make_request(20), seq=seq)
-        with pytest.raises(WorkerLost, match="left alone") as caught:
+        with pytest.raises(NoCapacity, match="left alone") as caught:
             await pair.pull(make_request(20), seq=4)
         assert 0 < caught.value.retry_after_s <= 0.2
         assert pair.destination.statistics()["breakers_open"] == 1
