@@ -17,7 +17,7 @@ import msgspec
 
 from core.clock import Clock, SystemClock
 from core.config import load, parse_args
-from core.errors import ConfigError
+from core.errors import ConfigError, InvariantError
 from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
 
 _LOG = logging.getLogger(__name__)
@@ -73,6 +73,13 @@ class Departure:
     def task_crashed(self, _task: str, error: BaseException) -> None:
         """As `crash`, for the owner of a task (`core.aio.OnCrash`)."""
         self.crash(error)
+
+    def callback_crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """As the loop's exception handler: a broken invariant in a callback must not pass with a line in the log."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, InvariantError):
+            self.crash(error)
 
     def crash_from_thread(self, error: BaseException) -> None:
         """As `crash`, from any thread."""
@@ -171,6 +178,7 @@ def run_process(
 async def _serve_until_told(config: T, budget_s: float, serve: Serve[T]) -> None:
     departure = Departure(SystemClock(), budget_s)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(departure.callback_crashed)
     signals = 0
 
     def told() -> None:

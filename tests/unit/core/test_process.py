@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from core.clock import SystemClock
-from core.errors import ConfigError
+from core.errors import ConfigError, InvariantError
 from core.process import Departure, ReadyFile, run_process
 
 
@@ -67,6 +67,21 @@ def test_a_crash_exits_with_1(caplog):
     assert run(serve) == 1
     assert run(engine_dies) == 1
     assert "broken" in caplog.text
+
+
+@pytest.mark.parametrize(("error", "code"), [(InvariantError("impossible"), 1), (OSError("a library's"), 0)])
+def test_a_broken_invariant_in_a_callback_ends_the_process_and_nothing_else_does(caplog, error, code):
+    def broken():
+        raise error
+
+    async def serve(config, departure):
+        loop = asyncio.get_running_loop()
+        loop.call_soon(broken)
+        loop.call_later(0.05, departure.begin)
+        await departure.wait()
+
+    assert run(serve) == code
+    assert str(error) in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
