@@ -16,6 +16,7 @@ from core.ids import fresh_request_id
 from core.kv import Component, ComponentKind, KVLayout
 from core.request import GenerateRequest, SamplingParams, StopRules
 from engine.barrier import SoloBarrier
+from engine.cache.hit import PAGES
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.events import StepEvents
@@ -34,6 +35,7 @@ class Facts:
     vocab_size = VOCAB
     max_positions = 65_536
     eos_token_ids = (0,)
+    reuse = PAGES
 
 
 class EmptyInbox:

@@ -70,6 +70,28 @@ class MmItem(msgspec.Struct, frozen=True, kw_only=True):
     """uint8 [height, width, 3], RGB, row by row; padding included."""
 
 
+class Floors(msgspec.Struct, frozen=True, kw_only=True):
+    """Replay floors (A10): which approximation the KV and the tokens of one request are computed with.
+
+    They belong to the request. Whoever computes it again (retraction, retry, resume) uses the same ones, so that equal
+    floors over equal tokens give equal pages and equal tokens. All zero: nothing is approximated.
+    """
+
+    encoder_floor: int = 0
+    """Window rows below this position do not exist for it: the hit's length less the rows that are replayed."""
+    decoder_floor: int = 0
+    """Prompt tokens before this one run only the layers that keep pages: prompt length less the keep length."""
+    hits: tuple[int, ...] = ()
+    """Lengths of the cached prefixes that the pages were computed behind, ascending: the last is this request's own
+    hit, the ones before are those of the requests that computed the pages of that hit. Where windows are not cached,
+    pages from a hit on differ a little from what an undivided computation gives, so this is part of their identity."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Length of the request's own hit."""
+        return self.hits[-1] if self.hits else 0
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of one client request, as the decode worker owns it."""
 
@@ -97,7 +119,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoder_floor: int = -1
     decoder_floor: int = -1
     floor_hit_tokens: int = -1
-    """Replay floors (A10) belong to the request and travel with it; -1: none set."""
+    """Replay floors (A10) belong to the request and travel with it; -1: none set. All 0: compute it exactly."""
+    floor_earlier_hits: tuple[int, ...] = ()
+    """`Floors.hits` without the last one, which is `floor_hit_tokens`."""
     lora: str = ""
     mm_items: tuple[MmItem, ...] = ()
 
@@ -105,6 +129,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     def num_output_tokens(self) -> int:
         """Output tokens that earlier attempts produced."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def floors(self) -> Floors | None:
+        """The floors that an earlier attempt (or a client who wants exactness) fixed; None: not chosen yet."""
+        if self.encoder_floor < 0 or self.decoder_floor < 0 or self.floor_hit_tokens < 0:
+            return None
+        hits = (*self.floor_earlier_hits, self.floor_hit_tokens) if self.floor_hit_tokens else ()
+        return Floors(encoder_floor=self.encoder_floor, decoder_floor=self.decoder_floor, hits=hits)
+
+
+def with_floors(request: GenerateRequest, floors: Floors | None) -> GenerateRequest:
+    """Return the request with its floors fixed; None changes nothing."""
+    if floors is None:
+        return request
+    return msgspec.structs.replace(
+        request,
+        encoder_floor=floors.encoder_floor,
+        decoder_floor=floors.decoder_floor,
+        floor_hit_tokens=floors.hit_tokens,
+        floor_earlier_hits=floors.hits[:-1],
+    )
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_tokens_total: int) -> None:

@@ -4,16 +4,26 @@ Declared beside their owner, read by `core.config`. Knows no model and allocates
 arithmetic over a layout, printed at start so that an operator sees what fits before anything is loaded.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Protocol
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from core.errors import ConfigError
 from core.kv import ComponentKind, KVLayout
+from engine.cache.hit import ReuseKind, ReuseRule
 
 SINK_PAGES = 1
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Draft tokens, for models that come with a drafter."""
+
+    mode: Literal["auto", "off", "static", "confidence"] = "auto"
+    """static: verify all drafts; confidence: as many as pay for their time; auto: static if the model has a drafter."""
+    acceptance: Literal["shared_noise", "chain_rule"] = "shared_noise"
+    """shared_noise: the very tokens of a run without drafts; chain_rule: the same distribution, other tokens."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,13 +56,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: Annotated[int, Meta(ge=1)] = 1024
     """Sequences that may queue, prompts and bookings together; more are answered with NoCapacity."""
     prefix_cache: bool = True
-    """Reuse pages of earlier sequences. Layouts with per-row state never do."""
+    """Reuse pages of earlier sequences. Models with per-row state do so only if they can replay."""
     deterministic: bool = True
     """Decision A14: the same tokens whatever the batch, chunking or worker."""
     audit_every_steps: Annotated[int, Meta(ge=0)] = 0
     """Check every invariant each so many steps; 0 is never. A violation stops the process."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Intra-op threads of the runner."""
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 class TokenFacts(Protocol):
@@ -71,6 +82,11 @@ class TokenFacts(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text unless the request ignores them."""
+        ...
+
+    @property
+    def reuse(self) -> ReuseRule:
+        """What cached prefixes are good for, and which rows of a prompt run through every layer."""
         ...
 
 
@@ -137,3 +153,24 @@ def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) ->
         max_pages=min(usable, -(-max_positions // size)),
         limited_by="pages" if by_pages < max_positions else "context",
     )
+
+
+def reuse_rule(config: EngineConfig, layout: KVLayout, facts: TokenFacts) -> ReuseRule:
+    """Return the model's rule as it applies here; raises `ConfigError` if pages or chunks are too small for it."""
+    rule, size = facts.reuse, config.page_tokens
+    if not config.prefix_cache or (layout.has_row_state and rule.kind is ReuseKind.PAGES):
+        return replace(rule, kind=ReuseKind.NONE)
+    if not rule.replays:
+        return rule
+    if size % rule.align_tokens or rule.replay_tokens % rule.align_tokens:
+        raise ConfigError(
+            f"page_tokens = {size} and the {rule.replay_tokens} replayed tokens must be multiples of"
+            f" {rule.align_tokens}, the tokens of one cached entry"
+        )
+    least = rule.replay_tokens + size
+    if config.chunk_tokens < least:
+        raise ConfigError(
+            f"chunk_tokens = {config.chunk_tokens} is too small: behind a cached prefix {rule.replay_tokens} tokens are"
+            f" computed again; set it to {least} or more (these and one page)"
+        )
+    return rule

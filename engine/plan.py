@@ -39,6 +39,12 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """End-of-text and stop ids, masked while fewer than `min_tokens` outputs exist."""
     next_token: int = -1
     """>= 0: the token whose KV the next decode step computes (a landed or resumed sequence)."""
+    encoder_floor: int = 0
+    """Replay: window rows below this position do not exist for the row."""
+    known_tokens: int = 0
+    """Replay: tokens known when the request was admitted, from whose end a keep length counts; 0: the row runs whole."""
+    write_from: int = 0
+    """Replay: tokens below this position write nothing paged."""
 
 
 class PlanExtra(msgspec.Struct, frozen=True, kw_only=True):

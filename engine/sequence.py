@@ -21,10 +21,13 @@ import numpy.typing as npt
 from core.errors import InvariantError, TandemError
 from core.ids import PageHash
 from core.kv import PageRef
-from core.request import GenerateRequest
+from core.request import Floors, GenerateRequest
 from engine.cache.receipt import Receipt
 from engine.events import SeqId
 from engine.port import Booking
+from engine.stage import WHOLE, Prefix, Stage
+
+I32 = npt.NDArray[np.int32]
 
 
 class SeqState(enum.Enum):
@@ -72,6 +75,14 @@ class Sequence:
     """Known ids when the sequence last had no row."""
     hashes: list[PageHash]
     """Chain of the full pages of `tokens`, extended as outputs fill pages."""
+    chains: dict[tuple[int, ...], list[PageHash]] = field(default_factory=dict)
+    """Chains by the hits they go on behind; `hashes` is one of them."""
+    floors: Floors | None = None
+    """Replay floors, from the first admission on; None before."""
+    prefix: Prefix | None = None
+    """What was locked of the cache last."""
+    stage: Stage = WHOLE
+    """What is computed of the prompt now."""
     row: int = -1
     receipt: Receipt | None = None
     num_cached_tokens: int = -1

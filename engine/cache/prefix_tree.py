@@ -83,6 +83,11 @@ class PrefixTree:
             present[depth:] = self._tier.lookup(hashes[depth:])
         return Hit(hashes=hashes, pages=pages, legal=self._legality(present), version=self._version)
 
+    def borders(self, hashes: Sequence[PageHash]) -> tuple[int, ...]:
+        """Return the lengths in pages at which another chain can leave this one, ascending; the last is what matches."""
+        path, depth = walk(self._root, hashes)
+        return (*(node.end for node in path[1:] if node.end < depth and len(node.kids) > 1), depth)
+
     def lock(self, hit: Hit, num_pages: int) -> Receipt:
         """Lock the first `num_pages` device pages of a hit (0 is legal: an empty receipt).
 

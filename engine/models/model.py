@@ -7,6 +7,7 @@ import torch
 
 from core.kv import KVLayout
 from engine.batch import ForwardBatch
+from engine.cache.hit import PAGES, ReuseRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,10 @@ class ModelFacts:
     kv_dtype: str
     mode: str = "exact"
     history_tokens: int = 0
-    """Tokens before a chunk that `forward` wants to know (`ForwardBatch.history`)."""
+    """Ids before a row's first query token that forward reads (`ForwardBatch.history`)."""
+    reuse: ReuseRule = PAGES
+    """What cached prefixes are good for, and which rows of a prompt run through every layer. Lengths that change what
+    pages or tokens come out belong into `mode` too, so that workers that differ in them do not exchange KV."""
 
 
 class KVTensors(Protocol):

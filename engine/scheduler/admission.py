@@ -69,7 +69,7 @@ class Admission:
             seq.id,
             arrival=seq.arrival,
             priority=seq.request.priority,
-            uncached=len(seq.tokens) - self._holdings.cached_tokens(seq),
+            uncached=self._holdings.uncached_tokens(seq),
             tokens_done=self.tokens_done,
             now=now,
             deadline=seq.deadline,
@@ -171,6 +171,7 @@ class Admission:
     def _open(self, seq: Sequence, cached: int, need: int) -> None:
         holdings = self._holdings
         cached_tokens = cached * holdings.config.page_tokens
+        holdings.choose_floors(seq)
         if seq.num_cached_tokens < 0:
             seq.num_cached_tokens = cached_tokens
         row = holdings.open_row(seq, SeqState.PREFILLING)
@@ -187,13 +188,16 @@ class Admission:
 
     def _waits_for_twin(self, seq: Sequence, cached: int) -> bool:
         """True if a running prefill is about to compute the very page that `seq` would start with."""
-        if cached >= len(seq.hashes) or seq.deferrals >= MAX_DEFERRALS or not self._holdings.reuses_pages:
+        if seq.deferrals >= MAX_DEFERRALS or not self._holdings.reuses_pages:
+            return False
+        wanted = self._holdings.chains.continuations(seq, cached)
+        if not wanted:
             return False
         rows = self._holdings.rows
         computing = rows.in_state(RowState.PREFILLING, RowState.RUNNING)
         for row in computing[rows.committed[computing] < rows.goal[computing]].tolist():
             other = self._holdings.sequences[SeqId(int(rows.seq[row]))]
-            if rows.tree_pages[row] <= cached < len(other.hashes) and other.hashes[cached] == seq.hashes[cached]:
+            if rows.tree_pages[row] <= cached < len(other.hashes) and other.hashes[cached] in wanted:
                 seq.deferrals += 1
                 return True
         return False
@@ -225,7 +229,7 @@ class Admission:
             if not holdings.rows.num_free:
                 break
             alone = not holdings.rows.num_used
-            cached = holdings.lock_prefix(seq)
+            cached = holdings.lock_landing_prefix(seq)
             total = -(-len(seq.tokens) // config.page_tokens)
             need = total - cached
             if not self._fits(gate, need, self._growth, alone=alone):

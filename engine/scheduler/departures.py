@@ -59,6 +59,9 @@ class Departures:
         seq.preempts = min(255, seq.preempts + 1)
         holdings.publish(seq, committed)
         holdings.close_row(seq, keep_tokens=True)
+        if not seq.has_started:
+            # Nobody has seen a token yet: the next attempt may build on what this one has computed.
+            seq.floors = holdings.chains.floors_of(seq.request)
         holdings.move(seq, SeqState.RETRACTED)
         self._admission.enqueue(seq, now)
         self.num_retractions += 1

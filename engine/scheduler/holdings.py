@@ -11,20 +11,21 @@ import numpy.typing as npt
 
 from core.errors import InvariantError
 from core.hashing import PageHasher
-from core.ids import PageHash
 from core.kv import KVLayout
 from core.request import GenerateRequest
 from engine.cache.events import EventRecorder
-from engine.cache.hit import every_prefix, only_nothing
+from engine.cache.hit import ReuseKind, only_nothing
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.receipt import HeldRow
 from engine.cache.tier import TierPort
-from engine.config import CapacityPlan, EngineConfig, TokenFacts
+from engine.config import CapacityPlan, EngineConfig, TokenFacts, reuse_rule
 from engine.events import SeqId
+from engine.scheduler.chains import Chains
 from engine.scheduler.limits import Limits
 from engine.scheduler.row_table import RowFlag, RowState, RowTable
 from engine.sequence import SeqState, Sequence
+from engine.stage import Prefix, next_stage
 
 I32 = npt.NDArray[np.int32]
 
@@ -56,15 +57,17 @@ class Holdings:
         self.config = config
         self.capacity = capacity
         self.limits = Limits(facts)
-        self.reuses_pages = config.prefix_cache and not layout.has_row_state
+        rule = reuse_rule(config, layout, facts)
+        self.reuses_pages = config.prefix_cache and rule.kind is not ReuseKind.NONE
         self.recorder = EventRecorder()
         self.pool = PagePool(config.num_pages, config.page_tokens)
         self.tree = PrefixTree(
             self.pool,
             recorder=self.recorder,
             tier=tier,
-            legality=every_prefix if self.reuses_pages else only_nothing,
+            legality=rule.legality if self.reuses_pages else only_nothing,
         )
+        self.chains = Chains(rule, hasher, self.tree, caches=self.reuses_pages)
         # One token more than KV can hold: the last one is chosen and never written.
         longest = min(facts.max_positions, capacity.max_pages * config.page_tokens + 1)
         self.rows = RowTable(config.num_rows, capacity.max_pages, longest)
@@ -77,7 +80,6 @@ class Holdings:
         self.retired = 0
         self.log: deque[tuple[int, str, int, int]] = deque(maxlen=LOG_LENGTH)
         """(launched step, operation, sequence, detail): the last operations, for a post-mortem."""
-        self._hasher = hasher
         self._next_id = 1
 
     # Sequences.
@@ -95,13 +97,10 @@ class Holdings:
             tokens=tokens,
             hashes=[],
             num_cached_tokens=request.num_cached_tokens,
+            floors=self.chains.floors_of(request),
         )
         self._next_id += 1
-        full = len(tokens) // self.config.page_tokens
-        if len(request.page_hashes) == full:
-            seq.hashes = list(request.page_hashes)
-        elif self.reuses_pages:
-            self._extend_hashes(seq, tokens, full)
+        self.chains.begin(seq)
         self.sequences[seq.id] = seq
         self.note("create", seq)
         return seq
@@ -136,6 +135,9 @@ class Holdings:
         rows.goal[row] = len(seq.tokens)
         rows.num_prompt[row] = seq.num_prompt
         rows.max_len[row] = self.limits.max_len(request)
+        # The last token of a sequence is never written; a source's first token is its last.
+        longest = len(seq.tokens) if seq.is_source else int(rows.max_len[row]) - 1
+        rows.kv_limit[row] = min(longest, self.capacity.max_pages * self.config.page_tokens)
         rows.stops_from[row] = seq.num_prompt + request.stop.min_tokens
         rows.priority[row] = request.priority
         rows.preempts[row] = seq.preempts
@@ -144,12 +146,23 @@ class Holdings:
             rows.flags[row] |= RowFlag.SOURCE
         if request.sampling.num_logprobs >= 0:
             rows.flags[row] |= RowFlag.LOGPROBS
-        if seq.receipt is not None and seq.receipt.num_pages:
-            self._take_prefix(seq)
+        held = seq.receipt.num_pages if seq.receipt is not None else 0
+        if held:
+            self._take_prefix(seq, held)
         if state is SeqState.PREFILLING:
-            self.activate(seq)
+            self.begin_stage(seq, held * self.config.page_tokens)
         self.note(state.value, seq, row)
         return row
+
+    def begin_stage(self, seq: Sequence, held: int) -> None:
+        """Compute what comes after `held` tokens, which the row's pages hold, and what must be replayed before it."""
+        rows, row = self.rows, seq.row
+        hits = seq.floors.hits if seq.floors is not None else ()
+        seq.stage = next_stage(self.chains.rule, hits, held, int(rows.goal[row]))
+        rows.committed[row] = seq.stage.start
+        rows.scheduled[row] = seq.stage.start
+        rows.stage_end[row] = seq.stage.end
+        self.activate(seq)
 
     def activate(self, seq: Sequence, next_token: int = -1) -> None:
         """The row's steps begin: its deadline counts here from now on, and the runner has to set it up."""
@@ -181,12 +194,34 @@ class Holdings:
     # Prefix.
 
     def lock_prefix(self, seq: Sequence) -> int:
-        """Lock the longest usable cached prefix; returns its pages. The last known token is never among them."""
-        limit = self._reusable_pages(seq)
-        hit = self.tree.match(seq.hashes[:limit])
-        count = hit.longest_on_device(limit)
-        seq.receipt = self.tree.lock(hit, count)
-        return count
+        """Lock the longest cached prefix that the sequence can be computed behind; returns its pages."""
+        return self._lock(seq, self.chains.find(seq))
+
+    def lock_landing_prefix(self, seq: Sequence) -> int:
+        """Lock the longest cached prefix that a sequence from elsewhere need not be sent; returns its pages."""
+        return self._lock(seq, self.chains.find_landing(seq))
+
+    def choose_floors(self, seq: Sequence) -> None:
+        """A sequence with a locked prefix is about to be computed: what it builds on is fixed from here on."""
+        assert seq.prefix is not None
+        self.chains.choose(seq, seq.prefix)
+
+    def shrink_prefix(self, seq: Sequence, num_pages: int) -> None:
+        """Give back the locks behind the first `num_pages` pages of a booked sequence: they will be sent after all."""
+        old, rows, row = seq.receipt, self.rows, seq.row
+        assert old is not None
+        assert rows.num_pages[row] == rows.tree_pages[row] == old.num_pages
+        seq.receipt = self.tree.lock(self.tree.match(seq.hashes[:num_pages]), num_pages)
+        self.tree.unlock(old, fence=self.launched)
+        rows.num_pages[row] = rows.tree_pages[row] = num_pages
+        rows.sent_pages[row] = min(int(rows.sent_pages[row]), num_pages)
+        self.promised_pages += old.num_pages - num_pages
+
+    def _lock(self, seq: Sequence, prefix: Prefix) -> int:
+        self.chains.adopt(seq, prefix.hits)
+        seq.prefix = prefix
+        seq.receipt = self.tree.lock(self.tree.match(seq.hashes[: prefix.num_pages]), prefix.num_pages)
+        return prefix.num_pages
 
     def unlock(self, seq: Sequence) -> None:
         """Give the sequence's locks back."""
@@ -196,11 +231,12 @@ class Holdings:
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached now, without locking them."""
-        limit = self._reusable_pages(seq)
-        return self.tree.match(seq.hashes[:limit]).longest_on_device(limit) * self.config.page_tokens
+        return self.chains.find(seq).num_pages * self.config.page_tokens
 
-    def _reusable_pages(self, seq: Sequence) -> int:
-        return (len(seq.tokens) - 1) // self.config.page_tokens if self.reuses_pages else 0
+    def uncached_tokens(self, seq: Sequence) -> int:
+        """Return how many tokens of a waiting sequence would have to be computed now, replayed ones included."""
+        cached = self.cached_tokens(seq)
+        return len(seq.tokens) - (self.chains.rule.encoder_floor(cached) if cached else 0)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Give the full pages of the first `num_tokens` committed tokens to the tree; the row's table follows."""
@@ -208,7 +244,7 @@ class Holdings:
         rows, row = self.rows, seq.row
         if not self.reuses_pages or seq.receipt is None or full <= seq.receipt.num_pages:
             return
-        self._extend_hashes(seq, rows.tokens[row], full)
+        self.chains.extend(seq, rows.tokens[row], full)
         own = rows.pages(row, end=full)
         published = self.tree.publish(seq.id, seq.hashes[:full], own, seq.receipt)
         seq.receipt = published.receipt
@@ -220,25 +256,11 @@ class Holdings:
             rows.sent_pages[row] = min(int(rows.sent_pages[row]), start)
             self.pool.free(published.duplicate_pages, self.launched, owner=seq.id)
 
-    def _take_prefix(self, seq: Sequence) -> None:
-        assert seq.receipt is not None
-        count = seq.receipt.num_pages
+    def _take_prefix(self, seq: Sequence, num_pages: int) -> None:
         rows, row = self.rows, seq.row
-        rows.append_pages(row, self.tree.match(seq.hashes[:count]).pages)
-        rows.tree_pages[row] = count
-        done = count * self.config.page_tokens
-        rows.committed[row] = done
-        rows.scheduled[row] = done
-
-    def _extend_hashes(self, seq: Sequence, tokens: I32, num_pages: int) -> None:
-        have, size = len(seq.hashes), self.config.page_tokens
-        if num_pages <= have:
-            return
-        request = seq.request
-        previous: PageHash = (
-            seq.hashes[-1] if have else self._hasher.root(request.tenant, request.cache_salt, request.lora)
-        )
-        seq.hashes.extend(self._hasher.extend(previous, tokens[have * size : num_pages * size].tolist()))
+        rows.append_pages(row, self.tree.match(seq.hashes[:num_pages]).pages)
+        rows.tree_pages[row] = num_pages
+        rows.committed[row] = rows.scheduled[row] = num_pages * self.config.page_tokens
 
     # Room.
 

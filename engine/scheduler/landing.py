@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.errors import Aborted, TandemError, TransferFailed
-from core.request import FinishReason
+from core.request import FinishReason, Floors
 from engine.events import SeqId
 from engine.port import LandingPages
 from engine.scheduler.departures import Departures
 from engine.scheduler.holdings import Holdings
 from engine.sequence import SeqState, Sequence
+from engine.stage import Stage
 
 OnPages = Callable[[LandingPages | TandemError], None]
 _EXPECTING = (SeqState.BOOKED, SeqState.LANDING)
@@ -61,12 +62,20 @@ class Landing:
         holdings = self._holdings
         while self._wishes:
             wish = self._wishes[0]
+            self._shorten_prefix(wish)
             count = self._new_pages(wish)
             if count and not holdings.make_room(count):
                 return count - holdings.pool.num_free
             self._wishes.popleft()
             wish.on_pages(self._allocate(wish, count))
         return 0
+
+    def _shorten_prefix(self, wish: _Wish) -> None:
+        """Where the source went on behind a shorter hit than our prefix, its pages are of another kind than ours."""
+        holdings, rows, row = self._holdings, self._holdings.rows, wish.seq.row
+        first = wish.start // holdings.config.page_tokens
+        if holdings.chains.rule.replays and first < int(rows.tree_pages[row]) == int(rows.num_pages[row]):
+            holdings.shrink_prefix(wish.seq, first)
 
     def _new_pages(self, wish: _Wish) -> int:
         have = int(self._holdings.rows.num_pages[wish.seq.row])
@@ -90,10 +99,18 @@ class Landing:
         landed = rows.pages(row, first, -(-wish.end // size))
         return LandingPages(seq.id, max(wish.start, first * size), wish.end, tuple(landed.tolist()))
 
-    def commit(self, seq_id: SeqId, first_tokens: Listing[int], finish: FinishReason | None, num_cached: int) -> None:
+    def commit(
+        self,
+        seq_id: SeqId,
+        first_tokens: Listing[int],
+        finish: FinishReason | None,
+        num_cached: int,
+        floors: Floors | None = None,
+    ) -> None:
         """The hand-over is valid: the sequence joins the batch, or ends if its first tokens end it already.
 
-        Raises `Aborted` if it ended meanwhile, `TransferFailed` if pages are missing (the sequence stays as it is).
+        Raises `Aborted` if it ended meanwhile, `TransferFailed` if pages are missing or the own prefix is not of the
+        kind that the source went on behind (the sequence stays as it is).
         """
         holdings = self._holdings
         seq = holdings.sequences.get(seq_id)
@@ -106,6 +123,7 @@ class Landing:
         if len(first_tokens) != 1:
             # Draft tokens have no KV yet; taking them over comes with speculation.
             raise TransferFailed(f"the hand-over brought {len(first_tokens)} first tokens, this engine takes one")
+        self._take_floors(seq, floors)
         length, token = len(seq.tokens), first_tokens[0]
         holdings.pool.commit_landing(rows.pages(row, int(rows.tree_pages[row])), seq.id)
         rows.tokens[row, length] = token
@@ -122,6 +140,20 @@ class Landing:
         reason = finish or holdings.limits.finish_after(seq.request, length + 1, token)
         if reason is not None:
             self._departures.finish(seq, reason)
+
+    def _take_floors(self, seq: Sequence, floors: Floors | None) -> None:
+        """What the source computed behind becomes the sequence's own; our prefix must lie before it, or be the same."""
+        holdings = self._holdings
+        if floors is None:
+            return
+        if seq.floors is not None:
+            if seq.floors != floors:
+                raise TransferFailed("the source computed the prompt with other replay floors than asked for")
+        elif floors.hits and int(holdings.rows.tree_pages[seq.row]) * holdings.config.page_tokens > floors.hits[0]:
+            raise TransferFailed("the source computed behind a shorter hit than the prefix that was kept here")
+        seq.floors = floors
+        holdings.chains.adopt(seq, floors.hits)
+        seq.stage = Stage(end=len(seq.tokens), floor=floors.encoder_floor, write_from=floors.hit_tokens)
 
     def drop(self, seq_id: SeqId, open_pages: Listing[int]) -> None:
         """End a booked sequence: pages that may still be written become UNPROVEN, the others are free."""

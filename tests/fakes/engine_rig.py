@@ -10,6 +10,7 @@ from core.ids import RequestId
 from core.kv import Component, ComponentKind, KVLayout
 from core.request import GenerateRequest, SamplingParams, StopRules
 from engine.barrier import SoloBarrier
+from engine.cache.hit import PAGES
 from engine.cache.page_state import PageState
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -22,6 +23,7 @@ EOS = 96
 class Facts:
     vocab_size = 97
     eos_token_ids = (EOS,)
+    reuse = PAGES
 
     def __init__(self, max_positions=4096):
         self.max_positions = max_positions

@@ -5,6 +5,7 @@ import numpy as np
 from engine.cache.page_pool import PagePool
 from engine.scheduler import decode
 from engine.scheduler.admission import Admission
+from engine.scheduler.chains import Chains
 from engine.scheduler.departures import Departures
 from engine.scheduler.holdings import Holdings
 from engine.scheduler.landing import Landing
@@ -59,7 +60,7 @@ def growth_comes_a_token_late(patch):
 
 
 def the_last_token_counts_as_cached(patch):
-    patch.setattr(Holdings, "_reusable_pages", lambda self, seq: len(seq.tokens) // self.config.page_tokens)
+    patch.setattr(Chains, "_limit", lambda self, seq: len(seq.tokens) // self._size)
 
 
 def a_landed_row_is_not_set_up(patch):
@@ -119,12 +120,12 @@ def stops_are_ignored(patch):
 
 
 def a_foreign_prefix_is_reused(patch):
-    patch.setattr(Holdings, "_extend_hashes", _constant_hashes)
+    patch.setattr(Chains, "_grow", _constant_hashes)
 
 
-def _constant_hashes(self, seq, tokens, num_pages):
-    while len(seq.hashes) < num_pages:
-        seq.hashes.append(bytes([len(seq.hashes) % 256]) * 32)
+def _constant_hashes(self, seq, hits, chain, tokens, num_pages):
+    while len(chain) < num_pages:
+        chain.append(bytes([len(chain) % 256]) * 32)
 
 
 def unprocessed_tokens_are_published(patch):

@@ -89,7 +89,7 @@ def test_another_tenant_or_salt_finds_nothing_cached(fields):
 
 def test_hashes_of_the_gateway_and_our_own_name_the_same_pages():
     rig = Rig()
-    hasher = rig.holdings._hasher
+    hasher = rig.holdings.chains._hasher
     rig.submit(PROMPT, 5, page_hashes=hasher.extend(hasher.root(), PROMPT))
     rig.run()
     second = rig.submit(PROMPT, 5)
