@@ -26,12 +26,15 @@ from engine.plan import Plan, StepResult
 from engine.port import Booking, LandingPages
 from engine.scheduler.admission import Admission
 from engine.scheduler.departures import Departures
+from engine.scheduler.draft_book import DraftBook
+from engine.scheduler.growth import Growth, SpeculativeGrowth
 from engine.scheduler.holdings import Holdings
 from engine.scheduler.landing import Landing
 from engine.scheduler.outbox import Outbox
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import Results
 from engine.scheduler.row_table import RowState
+from engine.scheduler.runs import RunResults
 from engine.scheduler.sources import Sources
 from engine.sequence import SeqState, Sequence
 
@@ -48,6 +51,7 @@ class Engine:
         hasher: PageHasher,
         clock: Clock,
         tier: TierPort | None = None,
+        num_drafts: int = 0,
     ) -> None:
         self.config = config
         self.capacity = plan_capacity(config, layout, facts.max_positions)
@@ -66,8 +70,14 @@ class Engine:
         self._admission = Admission(self._holdings, self._sources)
         self._departures = Departures(self._holdings, self._admission, self._outbox)
         self._landing = Landing(self._holdings, self._departures)
-        self._planner = Planner(self._holdings, self._admission, self._landing, self._departures)
-        self._results = Results(self._holdings, self._admission, self._sources, self._departures, self._outbox)
+        shared = (self._holdings, self._admission, self._sources, self._departures, self._outbox)
+        growth, self._drafts, self._results = Growth(self._holdings, self._departures), None, Results(*shared)
+        if num_drafts:
+            by_confidence = config.speculation.mode == "confidence"
+            self._drafts = DraftBook(self._holdings.rows, num_drafts, by_confidence=by_confidence)
+            growth = SpeculativeGrowth(self._holdings, self._departures, num_drafts)
+            self._results = RunResults(*shared, drafts=self._drafts)
+        self._planner = Planner(self._holdings, self._admission, self._landing, growth, self._drafts)
 
     # LocalWork
 
@@ -226,6 +236,7 @@ class Engine:
             "cached_tokens": meter.cached_tokens,
             "recomputed_tokens": self._departures.recomputed_tokens + living,
             "retractions": self._departures.num_retractions,
+            **(self._drafts.statistics() if self._drafts is not None else {}),
         }
 
     def post_mortem(self) -> list[str]:

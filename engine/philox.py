@@ -15,6 +15,8 @@ F64 = npt.NDArray[np.float64]
 
 TARGET_STREAM = 0
 """Stream of the noise that draft and target model share."""
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
+"""Streams of the chain rule, whose draft is drawn, judged and replaced independently of the target's own choice."""
 GUMBEL_MAX = float(-np.log(-np.log((2.0**23 - 0.5) * 2.0**-23))) + 1e-6
 """No noise value is above this (u has 23 bits); the margin covers rounding of the logarithms."""
 

@@ -21,8 +21,18 @@ F32 = npt.NDArray[np.float32]
 
 MAGIC = 0x54504C31
 _HEADER = np.dtype(
-    [("magic", "<u4"), ("step", "<u8"), ("rows", "<u4"), ("tokens", "<u4"), ("deltas", "<u4"), ("extra", "<u4")]
+    [
+        ("magic", "<u4"),
+        ("step", "<u8"),
+        ("rows", "<u4"),
+        ("tokens", "<u4"),
+        ("deltas", "<u4"),
+        ("extra", "<u4"),
+        ("draft_budget", "<i4"),
+    ]
 )
+UNLIMITED = -1
+"""Draft budget of a step that verifies all drafts there are."""
 
 
 class RowInit(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +49,8 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """End-of-text and stop ids, masked while fewer than `min_tokens` outputs exist."""
     next_token: int = -1
     """>= 0: the token whose KV the next decode step computes (a landed or resumed sequence)."""
+    kv_limit: int = 1 << 30
+    """Tokens that the row's KV may ever hold: no draft is verified beyond, and a row that is there computes nothing."""
     encoder_floor: int = 0
     """Replay: window rows below this position do not exist for the row."""
     known_tokens: int = 0
@@ -60,9 +72,11 @@ NO_EXTRA = PlanExtra()
 class Plan:
     """One step. b rows, t query tokens over all rows; row i computes positions seq_start[i] .. + q_len[i].
 
-    A row whose `use_next[i]` is 1 takes its single query token from the runner's `next_token[row]` buffer (decode);
-    otherwise its tokens are `tokens[q_start[i]:q_start[i+1]]`. `sample[i]` = 1: choose a token after the row's last
-    query token and put it into `next_token[row]`.
+    A row whose `use_next[i]` is 1 takes its query tokens from the runner's own buffers (decode): the last token chosen,
+    and with speculation the drafts behind it; otherwise its tokens are `tokens[q_start[i]:q_start[i+1]]`. `sample[i]` =
+    1: choose a token after the row's last query token (with speculation: after each one up to the first rejected
+    draft) and keep it as the next one. With speculation the lengths of decode rows are known to the runner alone: their
+    `seq_start` is a lower bound, their query length an upper one.
     """
 
     step: int
@@ -75,12 +89,15 @@ class Plan:
     tokens: I32  # [t]; value ignored where use_next
     table_deltas: I32  # [d, 3]: (row, column, page) written to the page-table mirror before the step
     extra: PlanExtra = NO_EXTRA
+    draft_budget: int = UNLIMITED
+    """Drafts that the step may verify over all its rows; the runner takes the most promising ones."""
 
     def encode(self) -> bytes:
         """Return the wire form."""
         extra = _EXTRA_ENCODER.encode(self.extra)
         header = np.zeros(1, _HEADER)
-        header[0] = (MAGIC, self.step, len(self.rows), len(self.tokens), len(self.table_deltas), len(extra))
+        sizes = (len(self.rows), len(self.tokens), len(self.table_deltas), len(extra))
+        header[0] = (MAGIC, self.step, *sizes, self.draft_budget)
         return b"".join(
             (
                 header.tobytes(),
@@ -130,20 +147,28 @@ def decode_plan(data: bytes) -> Plan:
         use_next=take("u1", b).view(np.uint8),
         sample=take("u1", b).view(np.uint8),
         extra=_EXTRA_DECODER.decode(data[at:]),
+        draft_budget=int(head["draft_budget"]),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step chose. Column 0 is the sampled token; further columns are for speculation (count <= 1 + k)."""
+    """What a step chose, up to `count` <= 1 + k tokens a row (k = 0 without speculation).
+
+    A decode row's KV grew by `count` tokens too; that is how the scheduler learns lengths.
+    """
 
     step: int
-    tokens: I32  # [b, 1+k]; -1 where nothing was sampled
+    tokens: I32  # [b, 1+k]; -1 where nothing was chosen
     count: I32  # [b] 0 for rows that did not sample
-    logprobs: F32 | None = None  # [b] of the chosen token; None if no row asked
-    top_tokens: I32 | None = None  # [b, K]; -1 padded
-    top_logprobs: F32 | None = None  # [b, K]
+    logprobs: F32 | None = None  # [b, 1+k] of the chosen tokens; None if no row asked
+    top_tokens: I32 | None = None  # [b, 1+k, K]; -1 padded
+    top_logprobs: F32 | None = None  # [b, 1+k, K]
     forward_s: float = 0.0
+    drafted: I32 | None = None  # [b] drafts that were verified; None without speculation
+    confidences: F32 | None = None  # [b, k] of the drafts that the next step can verify; NaN where there are none
+    computed: int = -1
+    """Query tokens really computed; -1: as many as planned."""
 
 
 class StepHandle(Protocol):

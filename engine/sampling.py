@@ -163,19 +163,41 @@ class Sampler:
         `logits` [m, vocab] float32 or float64, not modified; `rows` int32 [m] are distinct engine rows;
         `positions` int64 [m] are the absolute positions of the tokens to be chosen (= tokens before them).
         """
-        host = np.asarray(logits.detach().cpu().numpy())
+        host = _on_host(logits)
+        return self.settle(host, rows, self.choose(host, rows, positions))
+
+    def choose(self, host: Floats, rows: I32, positions: I64) -> I32:
+        """As `sample` on logits in host memory, for tokens that may yet be rejected: nothing is counted."""
         tokens = np.argmax(host, axis=1).astype(np.int32) if len(rows) else np.zeros(0, np.int32)
-        plain = self._plain[rows]
-        if plain.all():
+        for i in np.flatnonzero(~self._plain[rows]).tolist():
+            tokens[i] = self._choose(host[i], int(rows[i]), int(positions[i]), int(tokens[i]))
+        return tokens
+
+    def settle(self, host: Floats, rows: I32, tokens: I32) -> SampleOutput:
+        """Count `tokens` [m] as outputs of their rows and return them with what the rows asked for."""
+        if self._plain[rows].all():
             return SampleOutput(tokens)
-        for i in np.flatnonzero(~plain).tolist():
-            row = int(rows[i])
-            tokens[i] = self._choose(host[i], row, int(positions[i]), int(tokens[i]))
-            if self._penalized[row]:
-                self._counts.add(row, int(tokens[i]))
+        for i in np.flatnonzero(self._penalized[rows]).tolist():
+            self._counts.add(int(rows[i]), int(tokens[i]))
         if (self._num_logprobs[rows] < 0).all():
             return SampleOutput(tokens)
         return self._with_logprobs(host, rows, tokens)
+
+    def distribution(self, raw: Floats, row: int, position: int) -> tuple[I64, F64]:
+        """Return the ids (ascending) that a row may choose from its logits [vocab], and their probabilities [n]."""
+        logits = self._processed(raw, row, position)
+        temperature = float(self._temperature[row])
+        if temperature < GREEDY_BELOW:
+            return np.array([np.argmax(logits)]), np.ones(1)
+        scaled = logits / logits.dtype.type(temperature)
+        ids = _candidates(scaled, int(self._top_k[row]), float(self._top_p[row]), float(self._min_p[row]))
+        ids = np.flatnonzero(scaled > -np.inf) if ids is None else ids
+        weights = np.exp(scaled[ids].astype(np.float64) - float(scaled.max()))
+        return ids, weights / weights.sum()
+
+    def noise_key(self, row: int) -> tuple[int, int]:
+        """Return the row's seed and sample index."""
+        return int(self._seed[row]), int(self._sample_index[row])
 
     def _choose(self, raw: Floats, row: int, position: int, top: int) -> int:
         logits = self._processed(raw, row, position)
@@ -223,6 +245,10 @@ class Sampler:
             top_tokens[i, : len(order)] = order
             top_logprobs[i, : len(order)] = raw[order] - log_total
         return SampleOutput(tokens, logprobs, top_tokens if width else None, top_logprobs if width else None)
+
+
+def _on_host(logits: torch.Tensor) -> Floats:
+    return np.asarray(logits.detach().cpu().numpy())
 
 
 def _largest(values: Floats, count: int) -> I64:

@@ -135,6 +135,9 @@ class Holdings:
         rows.goal[row] = len(seq.tokens)
         rows.num_prompt[row] = seq.num_prompt
         rows.max_len[row] = self.limits.max_len(request)
+        # The last token of a sequence is never written; a source's first token is its last.
+        longest = len(seq.tokens) if seq.is_source else int(rows.max_len[row]) - 1
+        rows.kv_limit[row] = min(longest, self.capacity.max_pages * self.config.page_tokens)
         rows.stops_from[row] = seq.num_prompt + request.stop.min_tokens
         rows.priority[row] = request.priority
         rows.preempts[row] = seq.preempts

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import ContextExceeded
 from engine.events import SeqId
-from engine.plan import NO_EXTRA, Plan, PlanExtra, RowInit
-from engine.scheduler import decode, prefill
+from engine.plan import NO_EXTRA, UNLIMITED, Plan, PlanExtra, RowInit
+from engine.scheduler import prefill
 from engine.scheduler.admission import Admission
-from engine.scheduler.departures import Departures
+from engine.scheduler.draft_book import DraftBook
+from engine.scheduler.growth import SINGLE, Growth
 from engine.scheduler.holdings import Holdings
 from engine.scheduler.landing import Landing
 from engine.scheduler.row_table import RowFlag, RowState
@@ -22,9 +22,6 @@ from engine.sequence import SeqState, Sequence
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
-
-AHEAD_STEPS = 2
-"""Pages are evicted for rows that run out of slots within so many steps, so that growth never waits for a fence."""
 
 
 @dataclass(slots=True)
@@ -42,24 +39,33 @@ class _Chunks:
 class Planner:
     """Makes plans for one engine. Scheduler thread only."""
 
-    def __init__(self, holdings: Holdings, admission: Admission, landing: Landing, departures: Departures) -> None:
+    def __init__(
+        self,
+        holdings: Holdings,
+        admission: Admission,
+        landing: Landing,
+        growth: Growth,
+        drafts: DraftBook | None = None,
+    ) -> None:
         self._holdings = holdings
         self._admission = admission
         self._landing = landing
-        self._departures = departures
+        self._growth = growth
+        self._drafts = drafts
 
     def plan(self, now: float) -> Plan | None:
         """Return the next step, or None if there is nothing to compute. Marks its rows as scheduled."""
         self._serve_landing(now)
-        decode_rows = self._grow(now)
-        chunk_rows, lengths = self._chunk(now, len(decode_rows))
+        decode_rows, widths = self._growth.grow(now)
+        num_decode = len(decode_rows) if widths is SINGLE else int(widths.sum())
+        chunk_rows, lengths = self._chunk(now, num_decode)
         if not len(decode_rows) and not len(chunk_rows):
             return None
-        return self._build(decode_rows, chunk_rows, lengths)
+        return self._build(decode_rows, widths, chunk_rows, lengths)
 
     def empty(self) -> Plan:
         """Return a step without rows."""
-        return self._build(np.zeros(0, np.int64), [], np.zeros(0, np.int32))
+        return self._build(np.zeros(0, np.int64), SINGLE, [], np.zeros(0, np.int32))
 
     # Landing pages.
 
@@ -72,89 +78,10 @@ class Planner:
             lack = self._landing.serve()
 
     def _retract_one(self, now: float, *, keep: int) -> bool:
-        """Retract the best victim; False if at most `keep` candidates are left."""
-        rows = self._holdings.rows
-        active = rows.in_state(RowState.RUNNING, RowState.PREFILLING)
-        active = active[(rows.flags[active] & RowFlag.SOURCE) == 0]
-        if len(active) <= keep:
-            return False
-        order = decode.victim_order(
-            priority=rows.priority[active],
-            produced=rows.known[active] - rows.num_prompt[active],
-            num_pages=rows.num_pages[active],
-            preempts=rows.preempts[active],
-            arrival=rows.seq[active],
-            max_preempts=self._holdings.config.max_preempts,
-        )
-        self._departures.retract(self._sequence(int(active[order[0]])), now)
-        return True
+        return self._growth.retract_one(now, keep=keep)
 
     def _sequence(self, row: int) -> Sequence:
         return self._holdings.sequences[SeqId(int(self._holdings.rows.seq[row]))]
-
-    # Decode.
-
-    def _grow(self, now: float) -> I64:
-        """Return the running rows that take part in the step, each with a slot for its token."""
-        holdings, rows, size = self._holdings, self._holdings.rows, self._holdings.config.page_tokens
-        ready = self._ready()
-        short = self._short(ready)
-        if len(short):
-            if bool((rows.num_pages[short] >= holdings.capacity.max_pages).any()) or not holdings.make_room(len(short)):
-                ready, short = self._under_pressure(short, now)
-            pages = holdings.pool.allocate_each(rows.seq[short])
-            assert pages is not None
-            rows.page_table[short, rows.num_pages[short]] = pages
-            rows.num_pages[short] += 1
-        soon = decode.needs_page_soon(rows.scheduled[ready], rows.num_pages[ready], size, AHEAD_STEPS)
-        if soon.any():
-            holdings.make_room(int(np.count_nonzero(soon)))
-        return ready
-
-    def _ready(self) -> I64:
-        rows = self._holdings.rows
-        running = rows.in_state(RowState.RUNNING)
-        return running[decode.can_step(rows.scheduled[running], rows.max_len[running])]
-
-    def _short(self, ready: I64) -> I64:
-        rows = self._holdings.rows
-        return ready[decode.needs_page(rows.scheduled[ready], rows.num_pages[ready], self._holdings.config.page_tokens)]
-
-    def _under_pressure(self, short: I64, now: float) -> tuple[I64, I64]:
-        """Pages do not suffice: end who outgrew the pool, retract, and let the youngest sit the step out.
-
-        Returns the rows that take part, and those of them that get a page, which is free.
-        """
-        holdings, rows = self._holdings, self._holdings.rows
-        self._end_outgrown(short)
-        self._relieve(now)
-        ready = self._ready()
-        short = self._short(ready)
-        growing = short[rows.num_pages[short] < holdings.capacity.max_pages]
-        if not holdings.make_room(len(growing)):
-            growing = growing[np.argsort(rows.seq[growing])][: holdings.pool.num_free]
-        return ready[~np.isin(ready, short) | np.isin(ready, growing)], growing
-
-    def _end_outgrown(self, short: I64) -> None:
-        """End rows that hold every page there is and need one more; their output is kept."""
-        holdings, rows = self._holdings, self._holdings.rows
-        outgrown = short[rows.num_pages[short] >= holdings.capacity.max_pages]
-        for row in outgrown.tolist():
-            # Its last token may still be in flight; it is told first.
-            if rows.committed[row] == rows.scheduled[row]:
-                limit = holdings.capacity.max_pages * holdings.config.page_tokens
-                error = ContextExceeded(f"the sequence outgrew the page pool of {limit} tokens; its output is kept")
-                self._departures.fail(self._sequence(row), error)
-
-    def _relieve(self, now: float) -> None:
-        """Retract until the rows that need a page can get one, now or when launched steps retire."""
-        holdings, rows = self._holdings, self._holdings.rows
-        while True:
-            short = self._short(self._ready())
-            growing = int(np.count_nonzero(rows.num_pages[short] < holdings.capacity.max_pages))
-            coming = holdings.num_free_or_evictable + holdings.pool.num_fenced
-            if growing <= coming or not self._retract_one(now, keep=1):
-                return
 
     # Prefill.
 
@@ -211,13 +138,13 @@ class Planner:
 
     # The message.
 
-    def _build(self, decode_rows: I64, chunk_rows: list[int], lengths: I32) -> Plan:
+    def _build(self, decode_rows: I64, widths: I32 | np.int32, chunk_rows: list[int], lengths: I32) -> Plan:
         holdings, rows = self._holdings, self._holdings.rows
         num_decode = len(decode_rows)
         index = np.concatenate((decode_rows, np.array(chunk_rows, np.int64)))
         start = rows.scheduled[index]
         q_start = np.zeros(len(index) + 1, np.int32)
-        q_start[1 : num_decode + 1] = 1
+        q_start[1 : num_decode + 1] = widths
         q_start[num_decode + 1 :] = lengths
         np.cumsum(q_start, out=q_start)
         tokens = np.zeros(int(q_start[-1]), np.int32)
@@ -233,6 +160,9 @@ class Planner:
                 holdings.move(self._sequence(row), SeqState.RUNNING)
         extra = self._inits(index)
         rows.scheduled[index] = start + np.diff(q_start)
+        if self._drafts is not None:
+            start[:num_decode] -= rows.slack[decode_rows]
+            rows.slack[decode_rows] += widths - SINGLE
         holdings.launched += 1
         return Plan(
             step=holdings.launched,
@@ -245,6 +175,7 @@ class Planner:
             tokens=tokens,
             table_deltas=self._deltas(index),
             extra=extra,
+            draft_budget=UNLIMITED if self._drafts is None else self._drafts.budget(decode_rows, widths, len(tokens)),
         )
 
     def _deltas(self, index: I64) -> I32:
@@ -284,6 +215,7 @@ class Planner:
             min_tokens=request.stop.min_tokens,
             masked_until_min=holdings.limits.masked_ids(request),
             next_token=holdings.fresh_rows.pop(row),
+            kv_limit=int(rows.kv_limit[row]),
             encoder_floor=seq.stage.floor,
             known_tokens=holdings.chains.rule.known_tokens(floors.decoder_floor) if floors is not None else 0,
             write_from=seq.stage.write_from,

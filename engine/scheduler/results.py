@@ -24,6 +24,7 @@ from engine.sequence import Sequence
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.2
 
@@ -73,30 +74,37 @@ class Results:
         """Take in `result`; afterwards every end it caused has given its pages back."""
         if result.step != plan.step:
             raise InvariantError(f"result of step {result.step} for the plan of step {plan.step}")
-        holdings, rows = self._holdings, self._holdings.rows
-        holdings.retire(plan.step)
-        lengths = np.diff(plan.q_start)
-        self._note(plan, result.forward_s)
-        alive = plan.gens == rows.generation[plan.rows]
-        ends = plan.seq_start + lengths
-        chosen = alive & (plan.sample == 1)
+        self._holdings.retire(plan.step)
+        self._note(plan, result)
+        alive = plan.gens == self._holdings.rows.generation[plan.rows]
+        self._take(plan, result, alive)
+
+    def _note(self, plan: Plan, result: StepResult) -> None:
+        total = int(plan.q_start[-1])
+        decode = int(plan.use_next.sum())
+        self._admission.tokens_done += total
+        self.meter.note(total - decode, decode, result.forward_s)
+
+    def _take(self, plan: Plan, result: StepResult, alive: Mask) -> None:
+        """Take in what happened to the rows that still have their owner."""
+        self._take_single(plan, result, alive)
+
+    def _take_single(self, plan: Plan, result: StepResult, taken: Mask) -> None:
+        """Take in rows [b] that computed what was planned and chose one token at most."""
+        rows = self._holdings.rows
+        ends = plan.seq_start + np.diff(plan.q_start)
+        chosen = taken & (plan.sample == 1)
         if bool((result.count[chosen] < 1).any()):
             raise InvariantError(f"step {plan.step} chose no token where the plan asked for one")
-        rows.committed[plan.rows[alive]] = ends[alive]
+        rows.committed[plan.rows[taken]] = ends[taken]
         index = plan.rows[chosen]
         tokens = result.tokens[chosen, 0]
         rows.tokens[index, ends[chosen]] = tokens
         rows.known[index] = ends[chosen] + 1
-        for i in np.flatnonzero(alive & (plan.use_next == 0)).tolist():
+        for i in np.flatnonzero(taken & (plan.use_next == 0)).tolist():
             self._chunk_done(plan, result, i, int(ends[i]))
         emits = chosen & ((rows.flags[plan.rows] & RowFlag.SOURCE) == 0)
         self._emit(plan.rows[emits], ends[emits], result.tokens[emits, 0], result, np.flatnonzero(emits))
-
-    def _note(self, plan: Plan, seconds: float) -> None:
-        total = int(plan.q_start[-1])
-        decode = int(plan.use_next.sum())
-        self._admission.tokens_done += total
-        self.meter.note(total - decode, decode, seconds)
 
     def _chunk_done(self, plan: Plan, result: StepResult, i: int, end: int) -> None:
         """A prompt's chunk is in KV: publish its full pages, announce them, and hold a source at its end."""
@@ -138,18 +146,21 @@ class Results:
     def _sequence(self, row: int) -> Sequence:
         return self._holdings.sequences[SeqId(int(self._holdings.rows.seq[row]))]
 
-    def _logprobs(self, seq: Sequence, result: StepResult, i: int) -> tuple[TokenLogprobs, ...]:
-        """Return what row i of the result says of its token, or nothing if the request did not ask."""
+    def _logprobs(self, seq: Sequence, result: StepResult, i: int, count: int = 1) -> tuple[TokenLogprobs, ...]:
+        """Return what row i of the result says of its first `count` tokens, or nothing if the request did not ask."""
         wanted = seq.request.sampling.num_logprobs
         if result.logprobs is None or wanted < 0:
             return ()
+        return tuple(self._token_logprobs(result, i, column, wanted) for column in range(count))
+
+    @staticmethod
+    def _token_logprobs(result: StepResult, i: int, column: int, wanted: int) -> TokenLogprobs:
+        assert result.logprobs is not None
         top: list[tuple[int, float]] = []
         if result.top_tokens is not None and result.top_logprobs is not None:
-            top = [
-                (token, value)
-                for token, value in zip(
-                    result.top_tokens[i, :wanted].tolist(), result.top_logprobs[i, :wanted].tolist(), strict=True
-                )
-                if token >= 0
-            ]
-        return (TokenLogprobs(token=int(result.tokens[i, 0]), logprob=float(result.logprobs[i]), top=tuple(top)),)
+            tokens = result.top_tokens[i, column, :wanted].tolist()
+            values = result.top_logprobs[i, column, :wanted].tolist()
+            top = [(token, value) for token, value in zip(tokens, values, strict=True) if token >= 0]
+        return TokenLogprobs(
+            token=int(result.tokens[i, column]), logprob=float(result.logprobs[i, column]), top=tuple(top)
+        )

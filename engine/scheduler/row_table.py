@@ -62,6 +62,10 @@ class RowTable:
         self.goal = np.zeros(num_rows, np.int32)
         self.stage_end = np.zeros(num_rows, np.int32)
         """Where the stage of the prefill ends that may be planned now: `goal`, or an earlier hit."""
+        self.slack = np.zeros(num_rows, np.int32)
+        """With speculation: by how much `scheduled` may be too high, because drafts of a step in flight may fail."""
+        self.kv_limit = np.zeros(num_rows, np.int32)
+        """Tokens that KV of the row may ever hold."""
         self.known = np.zeros(num_rows, np.int32)
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.max_len = np.zeros(num_rows, np.int32)
@@ -105,6 +109,8 @@ class RowTable:
             counter[row] = 0
         for counter in (self.stage_end, self.stops_from, self.num_pages, self.tree_pages, self.sent_pages):
             counter[row] = 0
+        self.slack[row] = 0
+        self.kv_limit[row] = 0
         self.flags[row] = 0
         self.stops[row] = -1
         self.priority[row] = 0

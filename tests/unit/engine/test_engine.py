@@ -200,9 +200,9 @@ def test_logprobs_come_with_every_token_of_who_asked():
             step=result.step,
             tokens=result.tokens,
             count=result.count,
-            logprobs=np.full(n, -0.5, np.float32),
-            top_tokens=np.tile(np.array([7, 8, -1], np.int32), (n, 1)),
-            top_logprobs=np.tile(np.array([-0.5, -1.0, np.nan], np.float32), (n, 1)),
+            logprobs=np.full((n, 1), -0.5, np.float32),
+            top_tokens=np.tile(np.array([7, 8, -1], np.int32), (n, 1, 1)),
+            top_logprobs=np.tile(np.array([-0.5, -1.0, np.nan], np.float32), (n, 1, 1)),
         )
 
     rig.runner.collect = collect

@@ -7,7 +7,8 @@ from core.request import SamplingParams
 from engine.config import EngineConfig
 from engine.models.model import ModelFacts
 from engine.plan import Plan, PlanExtra, RowInit
-from engine.runner.model_runner import ModelRunner, StepExecutor
+from engine.runner.executor import StepExecutor
+from engine.runner.model_runner import ModelRunner
 
 VOCAB = 10
 
@@ -133,7 +134,7 @@ def test_log_probabilities_are_spread_over_the_rows_that_asked(model):
     )
     assert np.isnan(result.logprobs[[0, 2]]).all()
     assert result.logprobs[1] == pytest.approx(1 - np.log(np.e + VOCAB - 1), abs=1e-5)
-    assert result.top_tokens[1, 0] == 3
+    assert result.top_tokens[1, 0, 0] == 3
 
 
 def test_a_step_without_rows_is_legal(model):

@@ -1,0 +1,97 @@
+"""What the executor keeps per row between steps, and the tensors of a step that follow from it.
+
+Page-table mirror, the token that each row decodes next, recent tokens for models that look back at ids, and replay
+floors. Executor thread only; knows no sampler and no model.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import ForwardBatch, RowReplay
+from engine.config import EngineConfig
+from engine.plan import Plan, RowInit
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+class RowMirror:
+    """Row-indexed arrays of one executor. `history_tokens` = 0: no ids are kept."""
+
+    def __init__(self, config: EngineConfig, max_pages: int, history_tokens: int = 0) -> None:
+        self._page_tokens = config.page_tokens
+        self._deterministic = config.deterministic
+        self._history_tokens = history_tokens
+        self.next_token = np.zeros(config.num_rows, np.int64)
+        self.page_table = np.zeros((config.num_rows, max_pages), np.int64)
+        # One token more than KV can hold, and room before position 0, where there is nothing.
+        kept = history_tokens + max_pages * config.page_tokens + 1 if history_tokens else 0
+        self._tokens = np.full((config.num_rows, kept), -1, np.int64)
+        self._floors = np.zeros((3, config.num_rows), np.int32)
+        self._has_floors = np.zeros(config.num_rows, np.bool_)
+
+    def set_up(self, plan: Plan) -> None:
+        """Take the plan's page-table changes and new rows."""
+        deltas = plan.table_deltas
+        self.page_table[deltas[:, 0], deltas[:, 1]] = deltas[:, 2]
+        for init in plan.extra.inits:
+            self._set_row(init)
+
+    def _set_row(self, init: RowInit) -> None:
+        row = init.row
+        if init.next_token >= 0:
+            self.next_token[row] = init.next_token
+        floors = (init.encoder_floor, init.known_tokens, init.write_from)
+        self._floors[:, row] = floors
+        self._has_floors[row] = any(floors)
+        if self._history_tokens:
+            known = np.frombuffer(init.token_ids, np.int32)[: self._tokens.shape[1] - self._history_tokens]
+            self._tokens[row, self._history_tokens : self._history_tokens + len(known)] = known
+
+    def note_tokens(self, rows: I32, positions: I64, tokens: npt.NDArray[np.integer]) -> None:
+        """Remember chosen tokens (parallel arrays) for models that look back at ids."""
+        if self._history_tokens:
+            self._tokens[rows, self._history_tokens + positions] = tokens
+
+    def batch(
+        self, rows: I32, q_start: I32, seq_start: I32, tokens: npt.NDArray[np.int64], sample_at: I64
+    ) -> ForwardBatch:
+        """Return the tensors of a step over `rows`; arrays as in `ForwardBatch`, `tokens` int64 [t] are its ids."""
+        size = self._page_tokens
+        lengths = np.diff(q_start)
+        owner = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(len(tokens), dtype=np.int64) - (q_start[:-1] - seq_start)[owner]
+        used = -(-(seq_start + lengths) // size)
+        widest = int(used.max())
+        table = self.page_table[rows, :widest]
+        # Columns past a row's own pages hold what earlier owners had there.
+        table[np.arange(widest) >= used[:, None]] = 0
+        slots = table[owner, positions // size] * size + positions % size
+        return ForwardBatch(
+            token_ids=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            page_table=torch.from_numpy(table),
+            rows=rows,
+            q_start=q_start,
+            seq_start=seq_start,
+            sample_at=torch.from_numpy(sample_at),
+            page_tokens=size,
+            deterministic=self._deterministic,
+            history=self._history(rows, seq_start),
+            replay=self._replay(rows),
+        )
+
+    def _history(self, rows: I32, seq_start: I32) -> torch.Tensor | None:
+        if not self._history_tokens:
+            return None
+        # Stored ids are shifted by the history's length, so these are the ids before `seq_start`.
+        columns = seq_start.astype(np.int64)[:, None] + np.arange(self._history_tokens)
+        return torch.from_numpy(self._tokens[rows[:, None], columns])
+
+    def _replay(self, rows: I32) -> RowReplay | None:
+        if not self._has_floors[rows].any():
+            return None
+        encoder_floor, known_tokens, write_from = self._floors[:, rows]
+        return RowReplay(encoder_floor=encoder_floor, known_tokens=known_tokens, write_from=write_from)
