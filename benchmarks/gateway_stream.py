@@ -35,6 +35,7 @@ from gateway.http.client import Receive, Scope, Send
 from gateway.http.config import ApiConfig
 from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
+from gateway.text.template_chat import TemplateChat
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer import build_tokenizer
 
@@ -161,6 +162,7 @@ async def serve(directory: Path) -> None:
     api = build_asgi(
         generator,
         tokenizer,
+        TemplateChat(tokenizer),
         ApiConfig(),
         clock=SystemClock(),
         metrics=HttpMetrics(CollectorRegistry()),

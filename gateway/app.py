@@ -40,6 +40,7 @@ from gateway.orchestrator import Orchestrator
 from gateway.prefix_index import PrefixIndex
 from gateway.router import Router
 from gateway.routing.picker import Picker
+from gateway.text.format import load_format
 from gateway.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         api = build_asgi(
             core.orchestrator,
             tokenizer,
+            load_format(Path(config.model.path), tokenizer, config.api.images),
             config.api,
             clock=clock,
             metrics=HttpMetrics(metrics.registry),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from core.handover import TokenLogprobs
 from core.ids import RequestId
-from core.request import FinishReason, SamplingParams, StopRules
+from core.request import FinishReason, MmItem, SamplingParams, StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class Prompt:
     cache_salt: str = ""
     session: str = ""
     """X-Session-Affinity or X-Correlation-ID: a routing hint."""
+    images: tuple[MmItem, ...] = ()
+    """With pixels, by position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.handover import TokenLogprobs
-from core.request import FinishReason
-from gateway.text.sample import Piece
+from gateway.text.piece import CallDelta, Piece
 
 
 @dataclass(slots=True)
@@ -19,11 +18,13 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Output tokens spent on reasoning; None: the request has no reasoning to tell apart."""
 
     def to_json(self) -> bytes:
         """Return OpenAI's usage object."""
-        return (
-            b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+        fields = (
+            b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}'
             % (
                 self.prompt_tokens,
                 self.completion_tokens,
@@ -31,6 +32,24 @@ class Usage:
                 self.cached_tokens,
             )
         )
+        if self.reasoning_tokens is None:
+            return fields + b"}"
+        return fields + b',"completion_tokens_details":{"reasoning_tokens":%d}}' % self.reasoning_tokens
+
+
+@dataclass(slots=True)
+class Call:
+    """One tool call of a whole answer."""
+
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list[str])
+
+    def add(self, delta: CallDelta) -> None:
+        """Take more of it."""
+        self.id = self.id or delta.id
+        self.name = self.name or delta.name
+        self.arguments.append(delta.arguments)
 
 
 @dataclass(slots=True)
@@ -40,7 +59,10 @@ class Choice:
     index: int
     parts: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    finish: FinishReason | None = None
+    finish: str | None = None
+    reasoning: list[str] = field(default_factory=list[str])
+    reasoning_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    calls: dict[int, Call] = field(default_factory=dict[int, Call])
 
     @property
     def text(self) -> str:
@@ -51,7 +73,11 @@ class Choice:
         """Take the next piece."""
         self.parts.append(piece.text)
         self.logprobs.extend(piece.logprobs)
-        self.finish = piece.finish
+        self.finish = piece.ending
+        self.reasoning.append(piece.reasoning)
+        self.reasoning_logprobs.extend(piece.reasoning_logprobs)
+        for delta in piece.calls:
+            self.calls.setdefault(delta.index, Call()).add(delta)
 
 
 class AnswerFormat(Protocol):

@@ -13,9 +13,9 @@ from core.log import log_context
 from core.metrics import CONTENT_TYPE
 from gateway.generation import Generator
 from gateway.http.answer import AnswerFormat
-from gateway.http.chat import ChatFormat
+from gateway.http.chat import ChatAnswer
 from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
-from gateway.http.completions import CompletionFormat
+from gateway.http.completions import CompletionAnswer
 from gateway.http.config import ApiConfig
 from gateway.http.errors import Headers, HttpFault, describe
 from gateway.http.exchange import Exchange
@@ -24,6 +24,7 @@ from gateway.http.intake import Accepted, Intake
 from gateway.http.metrics import CHAT, COMPLETIONS, HttpMetrics
 from gateway.http.schema import Body, BodyType, ChatBody, CompletionBody, decode_body
 from gateway.http.sse import json_bytes
+from gateway.text.chat import ChatFormat
 from gateway.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Api:
         self,
         generator: Generator,
         tokenizer: Tokenizer,
+        chat_format: ChatFormat,
         config: ApiConfig,
         *,
         clock: Clock,
@@ -57,7 +59,7 @@ class Api:
         self._metrics = metrics
         self._is_ready = is_ready
         self._unix_time = unix_time
-        self._intake = Intake(tokenizer, config, models=generator.models, only=model, mint_seed=mint_seed)
+        self._intake = Intake(tokenizer, chat_format, config, models=generator.models, only=model, mint_seed=mint_seed)
         self._routes: dict[str, dict[str, Handler]] = {
             CHAT: {"POST": self._chat},
             COMPLETIONS: {"POST": self._completions},
@@ -146,7 +148,7 @@ class Api:
     async def _chat(self, scope: Scope, receive: Receive, client: Client) -> None:
         def form(accepted: Accepted, body: ChatBody) -> AnswerFormat:
             include_usage, continuous = _usage_options(body)
-            return ChatFormat(
+            return ChatAnswer(
                 answer_id=accepted.request_id,
                 model=accepted.model,
                 created=int(self._unix_time()),
@@ -155,6 +157,7 @@ class Api:
                 include_usage=include_usage,
                 continuous_usage=continuous,
                 with_logprobs=accepted.with_logprobs,
+                reasons=accepted.reasons,
             )
 
         accept = self._intake.accept_chat
@@ -163,7 +166,7 @@ class Api:
     async def _completions(self, scope: Scope, receive: Receive, client: Client) -> None:
         def form(accepted: Accepted, body: CompletionBody) -> AnswerFormat:
             include_usage, continuous = _usage_options(body)
-            return CompletionFormat(
+            return CompletionAnswer(
                 answer_id=accepted.request_id,
                 model=accepted.model,
                 created=int(self._unix_time()),
@@ -195,7 +198,7 @@ class Api:
         async with ClientWatch(client, receive, self._config.slow_client_s):
             accepted = await accept(decoded.body, hints)
             client.request_id = accepted.request_id
-            headers = self._answer_headers(hints, accepted, decoded.ignored)
+            headers = self._answer_headers(hints, accepted, (*decoded.ignored, *accepted.ignored))
             exchange = Exchange(accepted, form(accepted, decoded.body), client, self._clock, headers)
             await self._generate(exchange, route, started_at, stream=bool(decoded.body.stream))
 
@@ -236,6 +239,7 @@ class Api:
 def build_asgi(
     generator: Generator,
     tokenizer: Tokenizer,
+    chat_format: ChatFormat,
     config: ApiConfig,
     *,
     clock: Clock,
@@ -253,6 +257,7 @@ def build_asgi(
     return Api(
         generator,
         tokenizer,
+        chat_format,
         config,
         clock=clock,
         metrics=metrics,

@@ -1,15 +1,17 @@
 """The words of /v1/chat/completions: chunk events and the whole answer. Knows no HTTP and no cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from core.handover import TokenLogprobs
 from gateway.http.answer import Choice, Usage
 from gateway.http.logprobs import chat_entries
 from gateway.http.sse import TextEvent, event, json_bytes
-from gateway.text.sample import Piece
+from gateway.text.piece import CallDelta, Piece
 from gateway.text.vocabulary import Vocabulary
 
 
-class ChatFormat:
+class ChatAnswer:
     """Implements `AnswerFormat` for chats."""
 
     def __init__(
@@ -23,41 +25,59 @@ class ChatFormat:
         include_usage: bool,
         continuous_usage: bool,
         with_logprobs: bool,
+        reasons: bool = False,
     ) -> None:
-        """`created` in Unix seconds."""
+        """`created` in Unix seconds; `reasons`: answers have reasoning of their own beside the text."""
         self._vocabulary = vocabulary
         self._include_usage = include_usage
         self._continuous = continuous_usage
         self._with_logprobs = with_logprobs
+        self._reasons = reasons
         self._fields = b'"created":%d,"model":%b' % (created, json_bytes(model))
         self._id = json_bytes(answer_id)
         self._chunk_head = b'{"id":%b,"object":"chat.completion.chunk",%b,"choices":[' % (self._id, self._fields)
         # With usage asked for, all chunks but the last say null, unless they say the count so far.
         self._end = b"]" + (b',"usage":null' if include_usage and not continuous_usage else b"")
-        self._texts = [
-            TextEvent(
-                self._chunk_head + b'{"index":%d,"delta":{"content":' % index,
-                b'},"logprobs":',
-                b',"finish_reason":null}' + self._end,
-            )
-            for index in range(num_choices)
+        self._texts = [self._text_event(b"content", index) for index in range(num_choices)]
+        self._reasonings = [
+            self._text_event(b"reasoning_content", index) for index in range(num_choices if reasons else 0)
         ]
 
+    def _text_event(self, name: bytes, index: int) -> TextEvent:
+        return TextEvent(
+            self._chunk_head + b'{"index":%d,"delta":{"%b":' % (index, name),
+            b'},"logprobs":',
+            b',"finish_reason":null}' + self._end,
+        )
+
     def opening(self, index: int, usage: Usage) -> bytes:
-        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-        return event(self._chunk_head + delta + self._end + self._running(usage) + b"}")
+        begin = b'"content":null,"reasoning_content":""' if self._reasons else b'"content":""'
+        return self._delta(index, b'{"role":"assistant",%b}' % begin, b"null", usage)
 
     def piece(self, index: int, piece: Piece, usage: Usage) -> bytes:
         out = b""
+        if piece.reasoning or piece.reasoning_logprobs:
+            out = self._written(
+                self._reasonings[index], piece.reasoning, piece.reasoning_logprobs, "reasoning_content", usage
+            )
         if piece.text or piece.logprobs:
-            if self._continuous or piece.logprobs:
-                out = self._texts[index].render_with(piece.text, self._logprobs(piece), self._running(usage))
-            else:
-                out = self._texts[index].render(piece.text)
-        if piece.finish is not None:
-            delta = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, piece.finish.encode())
-            out += event(self._chunk_head + delta + self._end + self._running(usage) + b"}")
+            out += self._written(self._texts[index], piece.text, piece.logprobs, "content", usage)
+        if piece.calls:
+            calls = json_bytes([_call_delta(call) for call in piece.calls])
+            out += self._delta(index, b'{"tool_calls":%b}' % calls, b"null", usage)
+        if piece.ending is not None:
+            out += self._delta(index, b"{}", b'"%b"' % piece.ending.encode(), usage)
         return out
+
+    def _delta(self, index: int, delta: bytes, finish: bytes, usage: Usage) -> bytes:
+        choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b}' % (index, delta, finish)
+        return event(self._chunk_head + choice + self._end + self._running(usage) + b"}")
+
+    def _written(self, form: TextEvent, text: str, logprobs: Sequence[TokenLogprobs], name: str, usage: Usage) -> bytes:
+        if not self._continuous and not logprobs:
+            return form.render(text)
+        entries = json_bytes(self._entries({name: logprobs})) if logprobs else b"null"
+        return form.render_with(text, entries, self._running(usage))
 
     def closing(self, usage: Usage) -> bytes:
         if not self._include_usage:
@@ -70,20 +90,43 @@ class ChatFormat:
         return head + written + b'],"usage":' + usage.to_json() + b"}"
 
     def _whole_choice(self, choice: Choice) -> bytes:
+        # As in OpenAI's own answers, a message that only calls tools has no content.
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+        if self._reasons:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for call in choice.calls.values()
+            ]
+        message["refusal"] = None
+        logprobs = {"content": choice.logprobs, "reasoning_content": choice.reasoning_logprobs}
         return json_bytes(
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs_object(choice) if self._with_logprobs else None,
+                "message": message,
+                "logprobs": self._entries(logprobs) if self._with_logprobs else None,
                 "finish_reason": choice.finish,
             }
         )
 
-    def _logprobs_object(self, source: Choice | Piece) -> dict[str, object]:
-        return {"content": chat_entries(self._vocabulary, source.logprobs), "refusal": None}
-
-    def _logprobs(self, piece: Piece) -> bytes:
-        return json_bytes(self._logprobs_object(piece)) if piece.logprobs else b"null"
+    def _entries(self, logprobs: Mapping[str, Sequence[TokenLogprobs]]) -> dict[str, object]:
+        """Return the object `logprobs`; a list that a chunk says nothing of is null in it."""
+        names = ("content", "reasoning_content") if self._reasons else ("content",)
+        lists = {name: chat_entries(self._vocabulary, logprobs[name]) if name in logprobs else None for name in names}
+        return {**lists, "refusal": None}
 
     def _running(self, usage: Usage) -> bytes:
         return b',"usage":' + usage.to_json() if self._continuous else b""
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    function: dict[str, str] = {"name": call.name} if call.name else {}
+    head: dict[str, Any] = {"index": call.index}
+    if call.id:
+        head |= {"id": call.id, "type": "function"}
+    return {**head, "function": {**function, "arguments": call.arguments}}

@@ -6,11 +6,11 @@ from typing import Any
 from gateway.http.answer import Choice, Usage
 from gateway.http.logprobs import completion_entries
 from gateway.http.sse import TextEvent, event, json_bytes
-from gateway.text.sample import Piece
+from gateway.text.piece import Piece
 from gateway.text.vocabulary import Vocabulary
 
 
-class CompletionFormat:
+class CompletionAnswer:
     """Implements `AnswerFormat` for plain completions."""
 
     def __init__(
@@ -57,8 +57,8 @@ class CompletionFormat:
                 out = self._texts[index].render_with(piece.text, self._logprobs(index, piece), self._running(usage))
             else:
                 out = self._texts[index].render(piece.text)
-        if piece.finish is not None:
-            last = b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, piece.finish.encode())
+        if piece.ending is not None:
+            last = b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, piece.ending.encode())
             out += event(self._head + last + self._end + self._running(usage) + b"}")
         return out
 

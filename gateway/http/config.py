@@ -5,6 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gateway.text.images import ImageLimits
+
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `api` of the gateway's configuration."""
@@ -27,3 +29,4 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     text_threads: Annotated[int, Meta(ge=1)] = 2
     max_waiting_prompts: Annotated[int, Meta(ge=1)] = 256
     """Long prompts that may wait for such a thread; beyond it the answer is 429."""
+    images: ImageLimits = ImageLimits()

@@ -31,7 +31,7 @@ class Exchange:
         self._is_open = [False] * self._running
         self._choices = [Choice(index) for index in range(self._running)]
         self._cached: dict[int, int] = {}
-        self.usage = Usage(accepted.num_prompt_tokens)
+        self.usage = Usage(accepted.num_prompt_tokens, reasoning_tokens=0 if accepted.reasons else None)
         self.first_delta_at: float | None = None
 
     @property
@@ -92,6 +92,8 @@ class Exchange:
         if self.first_delta_at is None:
             self.first_delta_at = self._clock.now()
         self.usage.completion_tokens += step.piece.num_tokens
+        if step.piece.reasoning_tokens and self.usage.reasoning_tokens is not None:
+            self.usage.reasoning_tokens += step.piece.reasoning_tokens
         if step.cached_tokens is not None:
             self._count_cached(step.sample, step.cached_tokens)
         if step.piece.finish is not None:

@@ -37,10 +37,10 @@ def _is_text_only(value: Any) -> bool:
 
 
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "tools": (_is_empty, "tool calls are not supported yet"),
-    "functions": (_is_empty, "tool calls are not supported yet"),
-    "tool_choice": (_is_free_choice, "tool calls are not supported yet"),
-    "function_call": (_is_free_choice, "tool calls are not supported yet"),
+    "tools": (_is_empty, "tool calls belong to chats"),
+    "functions": (_is_empty, "this form of tool calls is not supported; send `tools` in a chat"),
+    "tool_choice": (_is_free_choice, "tool calls belong to chats"),
+    "function_call": (_is_free_choice, "this form of tool calls is not supported; send `tool_choice` in a chat"),
     "response_format": (_is_text_format, "structured output is not supported yet; only the type `text` is"),
     **dict.fromkeys(
         (

@@ -6,7 +6,7 @@ Decides and checks; does no I/O of its own. Long prompts are tokenized on thread
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from core.errors import BadRequest, NeverFits, NoCapacity, NoWorker, UnknownModel
@@ -14,10 +14,11 @@ from core.ids import RequestId, fresh_request_id
 from core.request import SamplingParams, StopRules
 from gateway.generation import Prompt, ServedModel
 from gateway.http.config import ApiConfig
-from gateway.http.conversation import chat_characters, plain_messages
+from gateway.http.conversation import chat_characters, read_chat
 from gateway.http.headers import RequestHints
 from gateway.http.samples import Sample
 from gateway.http.schema import Body, ChatBody, CompletionBody
+from gateway.text.chat import AnswerText, ChatFormat, RenderedChat, TextRules
 from gateway.text.sample import SampleText
 from gateway.text.tokenizer import Tokenizer
 
@@ -39,6 +40,10 @@ class Accepted:
     num_prompt_tokens: int
     """Summed over prompts, each once."""
     with_logprobs: bool
+    reasons: bool = False
+    """Answers have reasoning beside the text."""
+    ignored: tuple[str, ...] = ()
+    """Known fields that mean nothing to this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class _PromptText:
     ids: tuple[int, ...]
     text: str = ""
     """What `echo` repeats."""
+    chat: RenderedChat | None = None
 
 
 class Intake:
@@ -54,6 +60,7 @@ class Intake:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        chat_format: ChatFormat,
         config: ApiConfig,
         *,
         models: Callable[[], tuple[ServedModel, ...]],
@@ -64,6 +71,7 @@ class Intake:
         returns 64 random bits.
         """
         self._tokenizer = tokenizer
+        self._format = chat_format
         self._config = config
         self._models = models
         self._only = only
@@ -80,20 +88,16 @@ class Intake:
         model = self._find(body.model)
         if body.top_logprobs and not body.logprobs:
             raise BadRequest("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
-        messages = plain_messages(body.messages)
-        add_generation_prompt = body.add_generation_prompt is not False
-        variables = body.chat_template_kwargs or {}
-        ids = await self._off_loop(
-            chat_characters(messages),
-            lambda: self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables
-            ),
-        )
+        chat = read_chat(body)
+        rendered = await self._off_loop(chat_characters(chat), lambda: self._format.render(chat))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        return self._accept(
-            "chatcmpl", body, model, hints, (_PromptText(ids),), max_tokens=max_tokens, num_logprobs=num_logprobs
+        prompt = _PromptText(rendered.token_ids, chat=rendered)
+        accepted = self._accept(
+            "chatcmpl", body, model, hints, (prompt,), max_tokens=max_tokens, num_logprobs=num_logprobs
         )
+        ignored = sorted(name for name in self._format.ignored_fields if getattr(body, name) is not None)
+        return replace(accepted, reasons=rendered.reasons, ignored=tuple(ignored))
 
     async def accept_completion(self, body: CompletionBody, hints: RequestHints) -> Accepted:
         """Check a completion and tokenize its prompts. Raises what `core.errors` lists for a request."""
@@ -164,6 +168,12 @@ class Intake:
         _check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
         sampling = _sampling(body, body.seed & _SEED_MASK if body.seed is not None else self._mint_seed(), num_logprobs)
         silent = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else model.eos_token_ids)
+        text = TextRules(
+            stops=stops,
+            silent=silent,
+            min_tokens=body.min_tokens or 0,
+            skip_special=body.skip_special_tokens is not False,
+        )
         default = _COMPLETION_TOKENS if prefix == "cmpl" else None
         request_id = fresh_request_id(prefix)
         samples: list[Sample] = []
@@ -184,14 +194,10 @@ class Intake:
                             priority=body.priority or 0,
                             cache_salt=body.cache_salt or "",
                             session=hints.session,
+                            images=prompt.chat.images if prompt.chat is not None else (),
                         ),
-                        text=SampleText(
-                            self._tokenizer.vocabulary,
-                            stops=stops,
-                            silent=silent,
-                            min_tokens=body.min_tokens or 0,
-                            skip_special=body.skip_special_tokens is not False,
-                            continues=prefix == "cmpl",
+                        text=self._open_answer(
+                            prompt.chat, replace(text, call_prefix=f"call_{request_id[-24:]}_{sample_index}_")
                         ),
                     )
                 )
@@ -202,6 +208,18 @@ class Intake:
             echoes=tuple(prompt.text for prompt in prompts for _ in range(num_choices)),
             num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             with_logprobs=num_logprobs >= 0,
+        )
+
+    def _open_answer(self, chat: RenderedChat | None, rules: TextRules) -> AnswerText:
+        if chat is not None:
+            return chat.open_answer(rules)
+        return SampleText(
+            self._tokenizer.vocabulary,
+            stops=rules.stops,
+            silent=rules.silent,
+            min_tokens=rules.min_tokens,
+            skip_special=rules.skip_special,
+            continues=True,
         )
 
     def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:

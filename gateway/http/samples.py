@@ -12,7 +12,8 @@ import msgspec
 
 from core.errors import InvariantError
 from gateway.generation import Delta, Generator, Prompt
-from gateway.text.sample import Piece, SampleText
+from gateway.text.chat import AnswerText
+from gateway.text.piece import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Sample:
     """Of the choice in the client's answer."""
     prompt_index: int
     prompt: Prompt
-    text: SampleText
+    text: AnswerText
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ unknown fields are accepted and listed for the caller to report. Knows no model 
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -55,11 +55,34 @@ class Body(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class ImageUrl(Struct, frozen=True, kw_only=True):
+    """An image inside a message."""
+
+    url: str
+    detail: Literal["low", "high", "auto", "original"] | None = None
+
+
 class ContentPart(Struct, frozen=True, kw_only=True):
-    """One part of a message's content; only text is understood."""
+    """One part of a message's content: a text or an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+class CalledFunction(Struct, frozen=True, kw_only=True):
+    """What the assistant called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A tool call in the assistant's message of an earlier turn."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
 
 
 class Message(Struct, frozen=True, kw_only=True):
@@ -69,8 +92,17 @@ class Message(Struct, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    prefix: bool | None = None
+    """Of the last message, the assistant's: go on where it ends."""
     function_call: dict[str, Any] | None = None
+
+
+class Thinking(Struct, frozen=True, kw_only=True):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -82,7 +114,12 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    reasoning_effort: str | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):

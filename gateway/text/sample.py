@@ -5,24 +5,12 @@ Composes detokenizer and stop scanner and decides where the output ends. Knows n
 
 from collections.abc import Sequence
 
-import msgspec
-
-from core.handover import TokenLogprobs
 from core.request import FinishReason
 from gateway.generation import Delta
 from gateway.text.detokenizer import Detokenizer
+from gateway.text.piece import Piece
 from gateway.text.stop import StopScanner
 from gateway.text.vocabulary import Vocabulary
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one delta adds for the client. A msgspec struct because one is made per token."""
-
-    text: str
-    num_tokens: int
-    """Output tokens that this piece counts (0 for text released by the end)."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: FinishReason | None = None
 
 
 class SampleText:

@@ -36,6 +36,8 @@ class Tokenizer:
         self._inner = _build(_without_first_prefix(definition))
         self._inner.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
+        self.added_tokens: Mapping[str, int] = {token.content: index for index, token in added.items()}
+        """Ids of the tokens outside the trained vocabulary, special ones among them, by their text."""
         self._shield = Shield(
             tuple(
                 SpecialToken(index, token.content, token.lstrip, token.rstrip)
@@ -88,6 +90,10 @@ class Tokenizer:
                 ids.extend(encoder.encode(part, add_special_tokens=False).ids)
         return tuple(ids)
 
+    def to_definition(self) -> dict[str, Any]:
+        """Return the content of a tokenizer.json that says the same."""
+        return cast("dict[str, Any]", json.loads(self._parsing.to_str()))
+
     def token_id(self, content: str) -> int | None:
         """Return the id of a token's exact text, if it is one token."""
         return self._parsing.token_to_id(content)
@@ -105,8 +111,8 @@ def load_tokenizer(directory: Path, now: Now) -> Tokenizer:
 
     Only tokenizer.json must exist. Raises `ConfigError` with one plain sentence.
     """
-    definition = _read_json(directory / "tokenizer.json", required=True)
-    config = _read_json(directory / "tokenizer_config.json")
+    definition = read_json(directory / "tokenizer.json", required=True)
+    config = read_json(directory / "tokenizer_config.json")
     source = _template_source(directory, config)
     names = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
     template = ChatTemplate(source, names, now) if source is not None else None
@@ -145,7 +151,8 @@ def _never_prepend(step: Mapping[str, Any]) -> Mapping[str, Any]:
     return step
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Return a JSON object of a model directory, {} if it may be missing and is; raises `ConfigError`."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -176,7 +183,7 @@ def _content(token: Any) -> str:
 
 
 def _eos_ids(directory: Path, eos_token: str | None, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids: Any = _read_json(directory / "generation_config.json").get("eos_token_id")
+    ids: Any = read_json(directory / "generation_config.json").get("eos_token_id")
     listed = [ids] if isinstance(ids, int) else list(cast("list[int]", ids or []))
     index = tokenizer.token_id(eos_token) if eos_token is not None else None
     return tuple(dict.fromkeys([*listed, *([index] if index is not None else [])]))

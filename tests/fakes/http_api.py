@@ -13,6 +13,8 @@ from gateway.http.asgi import Api, build_asgi
 from gateway.http.config import ApiConfig
 from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
+from gateway.text.chat import ChatFormat
+from gateway.text.template_chat import TemplateChat
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes.asgi import Call
 from tests.fakes.generator import ScriptedGenerator, obedient
@@ -26,13 +28,18 @@ ANSWER = "Hello world, 你好 🌍 the end"
 
 
 def build_api(
-    generator: ScriptedGenerator, tokenizer: Tokenizer, config: ApiConfig | None = None, model: str = ""
+    generator: ScriptedGenerator,
+    tokenizer: Tokenizer,
+    config: ApiConfig | None = None,
+    model: str = "",
+    chat_format: ChatFormat | None = None,
 ) -> tuple[Api, HttpMetrics]:
     """The application with fixed wall clock and seed; `model` is the only one it may serve, if set."""
     metrics = HttpMetrics(CollectorRegistry())
     api = build_asgi(
         generator,
         tokenizer,
+        chat_format or TemplateChat(tokenizer),
         config or ApiConfig(),
         clock=SystemClock(),
         metrics=metrics,
@@ -73,10 +80,13 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
 
 @contextlib.asynccontextmanager
 async def serve_api(
-    generator: ScriptedGenerator, tokenizer: Tokenizer, config: ApiConfig | None = None
+    generator: ScriptedGenerator,
+    tokenizer: Tokenizer,
+    config: ApiConfig | None = None,
+    chat_format: ChatFormat | None = None,
 ) -> AsyncIterator[Served]:
     """Serve on a free port until the block ends."""
-    api, metrics = build_api(generator, tokenizer, config)
+    api, metrics = build_api(generator, tokenizer, config, chat_format=chat_format)
     server = HttpServer(api, "127.0.0.1", 0)
     await server.start()
     url = f"http://127.0.0.1:{server.port}"

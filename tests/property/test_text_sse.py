@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from core.request import FinishReason
 from gateway.http.answer import Usage
-from gateway.http.chat import ChatFormat
+from gateway.http.chat import ChatAnswer
 from gateway.http.sse import DONE
-from gateway.text.sample import Piece
+from gateway.text.piece import Piece
 from gateway.text.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes.asgi import post
@@ -48,7 +48,7 @@ class StrictReader:
 def test_every_text_survives_framing_for_a_reader_that_gets_any_bytes_at_a_time(
     texts: list[str], step: int, continuous: bool
 ):
-    form = ChatFormat(
+    form = ChatAnswer(
         answer_id='id"\n',
         model='m"\n\u2028',
         created=1,

@@ -100,8 +100,21 @@ BAD = [
     ({"logit_bias": {"400": 1}}, "logit_bias"),
     ({"max_tokens": 4096}, "max_tokens"),
     ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": ""}}]}]},
+        "messages[0].tool_calls",
+    ),
+    ({"messages": [{"role": "assistant", "content": "x", "prefix": True}]}, "messages[0].prefix"),
+    ({"continue_final_message": True}, "continue_final_message"),
     ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
 

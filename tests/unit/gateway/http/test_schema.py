@@ -91,9 +91,6 @@ def test_what_is_not_a_json_object_is_one_plain_sentence(raw: bytes):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}),
         ("functions", [{}]),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {"type": "object"}),

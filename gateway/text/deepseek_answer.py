@@ -1,0 +1,203 @@
+"""Reads answers of DeepSeek-V4 and V4.1: reasoning, text and tool calls out of one stream of tokens.
+
+The published `deepseek_recipe` parser does the reading; here is what it leaves to its caller: characters that span
+tokens, ids that never show, exact counts, stop strings, and its events as pieces. Knows no prompt and no HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import deepseek_recipe as recipe
+import msgspec
+
+from core.request import FinishReason
+from gateway.generation import Delta
+from gateway.text.chat import TextRules
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.piece import CallDelta, Piece
+from gateway.text.stop import StopScanner
+from gateway.text.vocabulary import Vocabulary
+
+_FINISH = {
+    FinishReason.STOP: recipe.InferenceFinishReason.Stop,
+    FinishReason.LENGTH: recipe.InferenceFinishReason.Length,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Token ids that the parser looks for."""
+
+    think_end: int
+    shown: frozenset[int]
+    """Shown to the parser, however special."""
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct, gc=False):
+    index: int
+    function: _Function
+
+
+class _Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class _Collected:
+    """What one delta's events say, added up."""
+
+    __slots__ = ("calls", "is_calling", "reasoning", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: dict[int, CallDelta] = {}
+        self.is_calling = False
+
+
+class DeepseekAnswer:
+    """Implements `AnswerText`.
+
+    Tokens up to the closing mark of the reasoning count as reasoning. Stop strings are looked for in text only, and
+    only in that of tokens after the first `min_tokens`; tokens behind a match are surplus.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        processor: recipe.StreamProcessor,
+        marks: Marks,
+        rules: TextRules,
+        *,
+        starts_in_reasoning: bool,
+    ) -> None:
+        hidden = (vocabulary.special_ids - marks.shown) if rules.skip_special else frozenset[int]()
+        self._detokenizer = Detokenizer(vocabulary, skip_special=False, silent=hidden | rules.silent, continues=True)
+        self._processor = processor
+        self._think_end = marks.think_end
+        self._is_reasoning = starts_in_reasoning
+        self._scanner = StopScanner(rules.stops) if rules.stops else None
+        self._min_tokens = rules.min_tokens
+        self._call_prefix = rules.call_prefix
+        self._num_tokens = 0
+        self.num_surplus = 0
+        self._collected = _Collected()
+        processor.push(recipe.InferenceChunk.ready())
+
+    def push(self, delta: Delta) -> Piece:
+        self._collected = _Collected()
+        if self._scanner is None:
+            self._feed(self._detokenizer.push(delta.token_ids))
+            taken, finish = len(delta.token_ids), delta.finish
+        else:
+            taken, finish = self._scan(delta, self._scanner)
+        if finish is not None:
+            finish = self._end(finish, self._scanner)
+        return self._piece(delta, taken, finish)
+
+    def _scan(self, delta: Delta, scanner: StopScanner) -> tuple[int, FinishReason | None]:
+        """Feed token by token, so that it does not depend on the cut of deltas which one completes a stop string."""
+        for taken, token in enumerate(delta.token_ids, start=1):
+            self._num_tokens += 1
+            self._feed(self._detokenizer.push((token,)))
+            if scanner.matched is not None:
+                self.num_surplus += len(delta.token_ids) - taken
+                return taken, FinishReason.STOP
+        return len(delta.token_ids), delta.finish
+
+    def _feed(self, text: str) -> None:
+        if text:
+            self._collect(self._processor.push(recipe.InferenceChunk.text(text)))
+
+    def _end(self, finish: FinishReason, scanner: StopScanner | None) -> FinishReason:
+        if scanner is not None and scanner.matched is not None:
+            self._processor.close()
+            return finish
+        self._feed(self._detokenizer.finish())
+        if scanner is None or scanner.matched is None:
+            self._collect(self._processor.push(recipe.InferenceChunk.finish(_FINISH[finish])))
+            self._collect(self._processor.finish())
+        if scanner is not None:
+            if scanner.matched is not None:
+                self._processor.close()
+                return FinishReason.STOP
+            self._collected.text += scanner.finish()
+        return finish
+
+    def _collect(self, events: Sequence[object]) -> None:
+        found = self._collected
+        for event in events:
+            assert isinstance(event, recipe.ChatCompletionChunk)
+            for choice in _decode(event.to_json()).choices:
+                delta = choice.delta
+                if delta.reasoning_content:
+                    found.reasoning += delta.reasoning_content
+                if delta.content:
+                    self._take_text(delta.content)
+                for call in delta.tool_calls:
+                    self._take_call(call)
+                if choice.finish_reason == "tool_calls":
+                    found.is_calling = True
+
+    def _take_text(self, text: str) -> None:
+        scanner = self._scanner
+        if scanner is None or self._num_tokens <= self._min_tokens:
+            self._collected.text += text
+        elif scanner.matched is None:
+            self._collected.text += scanner.push(text)
+
+    def _take_call(self, call: _Call) -> None:
+        found = self._collected
+        if self._scanner is not None:
+            if self._scanner.matched is not None:
+                return
+            # No text comes after a call: what might have become a stop string is text.
+            found.text += self._scanner.finish()
+        known = found.calls.get(call.index)
+        name, arguments = call.function.name, call.function.arguments
+        if known is None:
+            # The parser tells the name once; its ids are random, ours follow from the request.
+            call_id = f"{self._call_prefix}{call.index}" if name else ""
+            found.calls[call.index] = CallDelta(call.index, arguments, call_id, name)
+        else:
+            found.calls[call.index] = msgspec.structs.replace(known, arguments=known.arguments + arguments)
+
+    def _piece(self, delta: Delta, taken: int, finish: FinishReason | None) -> Piece:
+        found = self._collected
+        reasoned = self._reasoned(delta.token_ids[:taken]) if self._is_reasoning else 0
+        return Piece(
+            found.text,
+            taken,
+            delta.logprobs[reasoned:taken],
+            finish,
+            found.reasoning,
+            reasoned,
+            delta.logprobs[:reasoned],
+            tuple(found.calls.values()),
+            found.is_calling,
+        )
+
+    def _reasoned(self, ids: tuple[int, ...]) -> int:
+        """Return how many of the next ids belong to the reasoning."""
+        if self._think_end not in ids:
+            return len(ids)
+        self._is_reasoning = False
+        return ids.index(self._think_end) + 1
