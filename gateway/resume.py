@@ -79,4 +79,5 @@ def build_request(
         tenant=prompt.tenant,
         cache_salt=prompt.cache_salt,
         num_cached_tokens=num_cached_tokens,
+        mm_items=prompt.images,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.clock import Clock
-from core.hashing import PageHasher, event_hash
+from core.hashing import PageHasher, event_hash, image_pages
 from core.ids import PageHash
 from core.stream import PrefillTarget, Started
 from core.worker import Registration
@@ -167,7 +167,9 @@ class Router:
             prompt = work.prompt
             tokens = (*prompt.token_ids, *work.output.tokens) if len(work.output) else prompt.token_ids
             previous = chain.hashes[-1] if done else hasher.root(prompt.tenant, prompt.cache_salt)
-            new = hasher.extend(previous, tokens[done * size :])
+            spans = [(image.start, image.end, image.digest) for image in prompt.images]
+            images = image_pages(spans, size, done, len(tokens) // size - done)
+            new = hasher.extend(previous, tokens[done * size :], images)
             chain.hashes.extend(new)
             chain.events.extend(map(event_hash, new))
         return chain

@@ -7,7 +7,7 @@ fixed finds pages of exactly its own kind. Scheduler thread only; knows no rows 
 """
 
 from core.errors import BadRequest
-from core.hashing import PageHasher
+from core.hashing import PageHasher, image_pages
 from core.ids import PageHash
 from core.request import Floors, GenerateRequest
 from engine.cache.hit import ReuseRule
@@ -106,7 +106,12 @@ class Chains:
             previous = self._hasher.behind_hit(chain[-1], self.rule.encoder_floor(hits[-1]))
         else:
             previous = chain[-1]
-        chain.extend(self._hasher.extend(previous, tokens[have * size : num_pages * size].tolist()))
+        images = self._images(request, have, num_pages - have)
+        chain.extend(self._hasher.extend(previous, tokens[have * size : num_pages * size].tolist(), images))
+
+    def _images(self, request: GenerateRequest, first: int, count: int) -> tuple[tuple[bytes, ...], ...]:
+        """Return the digests of the images on pages [first, first + count)."""
+        return image_pages([(item.start, item.end, item.digest) for item in request.mm_items], self._size, first, count)
 
     # Prefixes.
 
@@ -147,7 +152,7 @@ class Chains:
             return (seq.hashes[num_pages],)
         previous = self._hasher.behind_hit(seq.hashes[num_pages - 1], self.rule.encoder_floor(hit))
         page = seq.tokens[hit : hit + self._size].tolist()
-        return (seq.hashes[num_pages], *self._hasher.extend(previous, page))
+        return (seq.hashes[num_pages], *self._hasher.extend(previous, page, self._images(seq.request, num_pages, 1)))
 
     def _search(self, seq: Sequence, hits: Hits, limit: int) -> Prefix:
         """Return the longest cached chain whose first marks are `hits`; of equal ones that with the fewest marks."""
