@@ -9,7 +9,7 @@ import msgspec
 
 from core.ids import Incarnation, LeaseId, TransferId
 from core.kv import PageRef
-from core.request import GenerateRequest
+from core.request import NO_FLOORS, Floors, GenerateRequest
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,6 +124,8 @@ class Final(Message, frozen=True, kw_only=True, tag=True):
     row: int
     row_generation: int
     row_digests: tuple[int, ...] = ()
+    floors: Floors = NO_FLOORS
+    """What P computed with: D keeps them for a recomputation, and the gateway for a resume."""
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):

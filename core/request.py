@@ -92,6 +92,10 @@ class Floors(msgspec.Struct, frozen=True, kw_only=True):
         return self.hits[-1] if self.hits else 0
 
 
+NO_FLOORS = Floors()
+"""Nothing is approximated."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of one client request, as the decode worker owns it."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from core.handover import TokenLogprobs
 from core.ids import Handle, Incarnation, WorkerId
-from core.request import GenerateRequest
+from core.request import NO_FLOORS, Floors, GenerateRequest
 
 
 class PrefillTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_tokens: int
     prefill_worker: str = ""
     bytes_pulled: int = 0
+    floors: Floors = NO_FLOORS
+    """What the prompt was computed with; a resume sends them along."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -178,6 +178,7 @@ class RequestLedger:
             num_cached_tokens=request.cached_tokens(first.num_cached_tokens),
             prefill_worker=request.target.worker_id if request.target else "",
             bytes_pulled=bytes_pulled,
+            floors=first.floors,
         )
 
     def _started(self, event: StartedHere) -> None:
@@ -190,7 +191,11 @@ class RequestLedger:
             request.recomputed_tokens += len(request.continued().token_ids) - event.num_cached_tokens
             return
         request.stream.add_record(
-            Started(handle=request.handle, num_cached_tokens=request.cached_tokens(event.num_cached_tokens))
+            Started(
+                handle=request.handle,
+                num_cached_tokens=request.cached_tokens(event.num_cached_tokens),
+                floors=event.floors,
+            )
         )
 
     def _finished(self, event: FinishedHere) -> None:

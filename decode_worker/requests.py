@@ -17,7 +17,7 @@ import msgspec
 
 from core.errors import InvariantError
 from core.ids import Handle
-from core.request import GenerateRequest
+from core.request import GenerateRequest, with_floors
 from core.stream import PrefillTarget
 from decode_worker.streams import GatewayStream
 from engine.events import SeqId
@@ -103,8 +103,9 @@ class Request:
         """Return what this engine must compute itself: the prompt plus every output token sent on so far."""
         if self.first is None:
             return self.asked
-        return msgspec.structs.replace(
+        again = msgspec.structs.replace(
             self.asked,
             token_ids=self.asked.token_ids + self.first.tokens,
             num_cached_tokens=self.cached_tokens(self.first.num_cached_tokens),
         )
+        return with_floors(again, self.first.floors)

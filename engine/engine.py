@@ -16,7 +16,7 @@ from core.hashing import PageHasher
 from core.ids import Incarnation
 from core.kv import KVLayout
 from core.lifecycle import State
-from core.request import FinishReason, GenerateRequest, check_request
+from core.request import FinishReason, Floors, GenerateRequest, check_request
 from core.worker import KvSnapshot, Load
 from engine.cache.page_state import PageState
 from engine.cache.tier import NullTier, TierPort
@@ -161,8 +161,10 @@ class Engine:
         logprobs: Listing[TokenLogprobs],  # noqa: ARG002 (the worker told them to the client at FINAL)
         finish: FinishReason | None,
         num_cached_tokens: int,
+        *,
+        floors: Floors | None = None,
     ) -> None:
-        self._landing.commit(seq, first_tokens, finish, num_cached_tokens)
+        self._landing.commit(seq, first_tokens, finish, num_cached_tokens, floors=floors)
 
     def drop(self, seq: SeqId, open_pages: Listing[int]) -> None:
         self._landing.drop(seq, open_pages)

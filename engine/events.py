@@ -13,7 +13,7 @@ import numpy.typing as npt
 from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.kv import PageRef
-from core.request import FinishReason
+from core.request import NO_FLOORS, FinishReason, Floors
 from core.worker import KvEvent
 
 SeqId = NewType("SeqId", int)
@@ -27,6 +27,8 @@ class ChunkFinal:
     start: int
     end: int
     pages: tuple[PageRef, ...]
+    hits: tuple[int, ...] = ()
+    """Replay hits that pages of this sequence were, or will be, computed behind: pages of other ones differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Prefilled:
     finish: FinishReason | None
     row: int
     row_generation: int
+    floors: Floors = NO_FLOORS
+    """What the prompt was computed with; windows of the row hold nothing below `encoder_floor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class StartedHere:
 
     seq: SeqId
     num_cached_tokens: int
+    floors: Floors = NO_FLOORS
 
 
 @dataclass(frozen=True, slots=True)

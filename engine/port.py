@@ -11,7 +11,7 @@ from typing import Protocol
 
 from core.errors import TandemError
 from core.handover import TokenLogprobs
-from core.request import FinishReason, GenerateRequest
+from core.request import FinishReason, Floors, GenerateRequest
 from core.worker import Load
 from engine.events import SeqId
 
@@ -82,7 +82,11 @@ class DestinationWork(Protocol):
         ...
 
     def land(self, seq: SeqId, start: int, end: int, on_pages: Callable[[LandingPages | TandemError], None]) -> None:
-        """Allocate LANDING pages for [start, end) (clipped below at the booked prefix); may wait for retraction."""
+        """Allocate LANDING pages for [start, end); may wait for retraction.
+
+        The first range may begin below the booked prefix: clipped to it, or, with replay, the prefix is given up from
+        there on, because the source's pages are of another kind.
+        """
         ...
 
     def commit(
@@ -92,8 +96,12 @@ class DestinationWork(Protocol):
         logprobs: Sequence[TokenLogprobs],
         finish: FinishReason | None,
         num_cached_tokens: int,
+        *,
+        floors: Floors | None = None,
     ) -> None:
         """The hand-over was validated: pages become PRIVATE/TREE and the sequence joins the batch.
+
+        `floors` are those that the source computed with; the sequence keeps them if it must be computed again.
 
         The first tokens count as emitted already (the worker forwarded them at FINAL): no event repeats them.
         With `finish` the sequence only gives its pages to the tree and FinishedHere follows.

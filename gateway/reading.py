@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from core.errors import Draining, InvariantError, NoWorker, TransferFailed, WorkerLost
 from core.handover import TokenLogprobs
 from core.ids import Handle, WorkerId
-from core.request import FinishReason
+from core.request import FinishReason, Floors
 from core.stream import Finished, NeedPrefill, Started
 from gateway.attempt import Progress, may_place
 from gateway.cluster import Cluster
@@ -68,6 +68,8 @@ class Reader:
         self._progress = progress
         self.num_cached = -1
         """Cached prompt tokens that the first attempt reported; -1 before."""
+        self.floors: Floors | None = None
+        """What the first attempt computed with: later ones do the same."""
         self.is_steady = False
         """Enough tokens of this attempt came: a plain run needs no book-keeping but its count."""
 
@@ -115,6 +117,7 @@ class Reader:
         attempt.dispatch.computed()
         cluster.router.handed_over(started, attempt.placed, attempt.num_tokens)
         cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
+        self.floors = self.floors or started.floors
         if self.num_cached < 0:
             # Usage is that of the first attempt that came so far, whatever later ones find in their caches.
             self.num_cached = step.cached = max(0, started.num_cached_tokens)

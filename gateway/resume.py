@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from core.errors import TransferFailed
 from core.handover import TokenLogprobs
 from core.ids import PageHash, RequestId
-from core.request import FinishReason, GenerateRequest, StopRules
+from core.request import FinishReason, Floors, GenerateRequest, StopRules, with_floors
 from gateway.generation import Prompt
 
 
@@ -63,9 +63,10 @@ def build_request(
     page_hashes: tuple[PageHash, ...],
     timeout_s: float,
     num_cached_tokens: int,
+    floors: Floors | None = None,
 ) -> GenerateRequest:
-    """Return the request of one attempt: the prompt, and what the client has of its answer."""
-    return GenerateRequest(
+    """Return the request of one attempt: the prompt, what the client has of its answer, and what it came from."""
+    request = GenerateRequest(
         request_id=request_id,
         attempt=attempt,
         model=prompt.model,
@@ -81,3 +82,4 @@ def build_request(
         num_cached_tokens=num_cached_tokens,
         mm_items=prompt.images,
     )
+    return with_floors(request, floors)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from core.handover import FromD, FromP, TokenLogprobs
 from core.ids import Incarnation, LeaseId, TransferId
 from core.kv import PageRef
-from core.request import GenerateRequest
+from core.request import NO_FLOORS, Floors, GenerateRequest
 
 I64 = npt.NDArray[np.int64]
 
@@ -249,6 +249,8 @@ class FirstTokens:
     logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
     finish: str
+    floors: Floors = NO_FLOORS
+    """What the source computed with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,12 +162,17 @@ class Pull:
         transfer, parts = self.transfer, self.parts
         size, total = parts.layout.page_tokens, len(transfer.prepare.request.token_ids)
         whole = chunk.end == total or chunk.end % size == 0
+        if not self.chunks and chunk.start < self.covered and chunk.start % size == 0:
+            # The source computed behind a shorter hit than our prefix; from there on its pages are of another kind.
+            self.covered = chunk.start
         if chunk.start != self.covered or not chunk.start < chunk.end <= total or not whole:
             raise TransferFailed(
                 f"the source announced tokens {chunk.start}..{chunk.end} of {total} when {self.covered} was due"
             )
         pages = await parts.host.land(self.seq, chunk.start, chunk.end)
         transfer.check()
+        if len(pages) != len(chunk.pages):
+            raise TransferFailed(f"{len(pages)} pages were found here for {len(chunk.pages)} of the source")
         assert transfer.lease is not None
         group = ReadGroup(transfer.id, transfer.lease, pages, parts.host, transfer.fail, self._proven)
         self.chunks.append(_Landed(chunk, pages, group))

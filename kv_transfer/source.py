@@ -13,6 +13,7 @@ from core.errors import Draining, InvariantError, LeaseLost, TandemError
 from core.handover import Final, FromP, TokenLogprobs
 from core.ids import Incarnation
 from core.kv import KVLayout, PageRef
+from core.request import NO_FLOORS, Floors
 from kv_transfer.announcer import Announcer
 from kv_transfer.api import MemoryRegion, SourceHost, TransportOpener
 from kv_transfer.config import TransferConfig
@@ -95,11 +96,17 @@ class Source:
         if self._serving is not None:
             await self._serving.close()
 
-    def chunk_final(self, seq: int, start: int, end: int, pages: tuple[PageRef, ...]) -> None:
-        """Engine event, on the loop: pages of tokens [start, end) of a source sequence are final, in order of start."""
-        transfer = self._desk.find(seq, lambda: self.chunk_final(seq, start, end, pages))
+    def chunk_final(
+        self, seq: int, start: int, end: int, pages: tuple[PageRef, ...], hits: tuple[int, ...] = ()
+    ) -> None:
+        """Engine event, on the loop: pages of tokens [start, end) of a source sequence are final, in order of start.
+
+        `hits` are the replay hits that the sequence's pages are computed behind.
+        """
+        transfer = self._desk.find(seq, lambda: self.chunk_final(seq, start, end, pages, hits))
         if transfer is None or not transfer.machine.move(LeaseEvent.CHUNK):
             return
+        transfer.note_hits(hits)
         message = transfer.chunk(start, end, pages)
         if message is None:
             return
@@ -119,6 +126,7 @@ class Source:
         finish: str,
         row: int,
         row_generation: int,
+        floors: Floors = NO_FLOORS,
     ) -> None:
         """Engine event, on the loop: the prompt is in KV and its first token is chosen; all chunks were told before."""
         self._final(
@@ -132,6 +140,7 @@ class Source:
                 finish=finish,
                 row=row,
                 row_generation=row_generation,
+                floors=floors,
             ),
         )
 

@@ -50,6 +50,15 @@ class SourceTransfer:
         """Length of the prompt (and earlier outputs)."""
         return len(self.prepare.request.token_ids)
 
+    def note_hits(self, hits: tuple[int, ...]) -> None:
+        """Learn, before anything is announced, which replay hits the pages are computed behind.
+
+        Unless the request fixed its floors, the destination kept pages of an undivided computation: from the first hit
+        on ours differ, so it needs them whatever it holds.
+        """
+        if hits and not self.num_chunks and self.prepare.request.floors is None:
+            self.announced_end = min(self.announced_end, hits[0])
+
     def chunk(self, start: int, end: int, pages: tuple[PageRef, ...]) -> ChunkReady | None:
         """Take final pages of tokens [start, end) and return what to announce now, if anything.
 

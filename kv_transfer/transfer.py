@@ -145,6 +145,7 @@ def first_tokens(final: Final) -> FirstTokens:
         logprobs=final.logprobs,
         num_cached_tokens=final.num_cached_tokens,
         finish=final.finish,
+        floors=final.floors,
     )
 
 

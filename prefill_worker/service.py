@@ -12,7 +12,7 @@ from core.clock import Clock
 from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.kv import PageRef
-from core.request import GenerateRequest
+from core.request import Floors, GenerateRequest
 from engine.events import ChunkFinal, FailedHere, Prefilled, SeqId, StepEvents
 from engine.port import SourceWork
 
@@ -35,8 +35,8 @@ class SourceCalls(Protocol):
 class HandOvers(Protocol):
     """The serving half of KV transfer (`kv_transfer.source.Source`): what it must hear of its sequences."""
 
-    def chunk_final(self, seq: int, start: int, end: int, pages: tuple[PageRef, ...]) -> None:
-        """Pages of tokens [start, end) are final."""
+    def chunk_final(self, seq: int, start: int, end: int, pages: tuple[PageRef, ...], hits: tuple[int, ...]) -> None:
+        """Pages of tokens [start, end) are final; they belong to a computation behind replay hits `hits`."""
         ...
 
     def prefilled(
@@ -50,6 +50,7 @@ class HandOvers(Protocol):
         finish: str,
         row: int,
         row_generation: int,
+        floors: Floors,
     ) -> None:
         """The prompt is in KV and the first token is chosen."""
         ...
@@ -130,7 +131,7 @@ class PrefillService:
         assert self._hand_overs is not None
         match event:
             case ChunkFinal():
-                self._hand_overs.chunk_final(event.seq, event.start, event.end, event.pages)
+                self._hand_overs.chunk_final(event.seq, event.start, event.end, event.pages, event.hits)
             case Prefilled():
                 self._prompt_tokens_total += event.num_tokens
                 self._hand_overs.prefilled(
@@ -142,6 +143,7 @@ class PrefillService:
                     finish=event.finish.value if event.finish else "",
                     row=event.row,
                     row_generation=event.row_generation,
+                    floors=event.floors,
                 )
             case FailedHere():
                 self._failed_total += 1

@@ -105,6 +105,7 @@ class Landing:
         first_tokens: Listing[int],
         finish: FinishReason | None,
         num_cached: int,
+        *,
         floors: Floors | None = None,
     ) -> None:
         """The hand-over is valid: the sequence joins the batch, or ends if its first tokens end it already.

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from core.errors import TandemError
 from core.handover import TokenLogprobs
-from core.request import FinishReason
+from core.request import NO_FLOORS, FinishReason
 from core.worker import KvEventBatch
 from engine.events import ChunkFinal, FailedHere, FinishedHere, Prefilled, SeqId, StartedHere, StepEvents
 from engine.sequence import Sequence
@@ -57,7 +57,7 @@ class Outbox:
 
     def started(self, seq: Sequence) -> None:
         """A sequence that was prefilled here got its first token."""
-        self._started.append(StartedHere(seq.id, seq.num_cached_tokens))
+        self._started.append(StartedHere(seq.id, seq.num_cached_tokens, seq.floors or NO_FLOORS))
 
     def finished(self, seq: Sequence, reason: FinishReason, num_output_tokens: int) -> None:
         """A sequence ended well."""

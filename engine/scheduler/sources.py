@@ -8,6 +8,7 @@ import numpy as np
 
 from core.handover import TokenLogprobs
 from core.kv import PageRef
+from core.request import NO_FLOORS
 from engine.events import ChunkFinal, Prefilled
 from engine.scheduler.holdings import Holdings
 from engine.scheduler.outbox import Outbox
@@ -33,7 +34,8 @@ class Sources:
         refs = tuple(PageRef(page, epoch) for page, epoch in zip(pages.tolist(), epochs.tolist(), strict=True))
         seq.announced.extend(refs)
         seq.announced_tokens = end
-        self._outbox.chunk(ChunkFinal(seq.id, start, end, refs))
+        hits = seq.floors.hits if seq.floors is not None else ()
+        self._outbox.chunk(ChunkFinal(seq.id, start, end, refs, hits))
 
     def hold(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """The prompt is computed and its first token chosen: row and pages stay until release."""
@@ -52,6 +54,7 @@ class Sources:
                 finish=self._holdings.limits.finish_after(seq.request, length + 1, token),
                 row=row,
                 row_generation=int(rows.generation[row]),
+                floors=seq.floors or NO_FLOORS,
             )
         )
 

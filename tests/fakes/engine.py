@@ -160,7 +160,7 @@ class FakeEngine:
         self._waiting_land.append((self.seqs[seq], start, end, on_pages))
         self._serve_landing()
 
-    def commit(self, seq, first_tokens, logprobs, finish, num_cached_tokens):
+    def commit(self, seq, first_tokens, logprobs, finish, num_cached_tokens, floors=None):
         if seq not in self.seqs:
             return
         if self.commit_error is not None:

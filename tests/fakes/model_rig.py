@@ -121,7 +121,9 @@ def hand_over(source, target, request):
     assert source.engine.epochs_unchanged(there)
     source.engine.release(there)
     source.run()
-    target.engine.commit(seq, done.first_tokens, done.logprobs, done.finish, done.num_cached_tokens)
+    target.engine.commit(
+        seq, done.first_tokens, done.logprobs, done.finish, done.num_cached_tokens, floors=done.floors
+    )
     target.sink.tokens[seq] = list(done.first_tokens)
     target.sink.first_position[seq] = request.num_output_tokens
     return seq

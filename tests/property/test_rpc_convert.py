@@ -13,7 +13,7 @@ from core.errors import BadRequest
 from core.handover import TokenLogprobs
 from core.kv import PageRef
 from core.lifecycle import State
-from core.request import GenerateRequest, MmItem, SamplingParams, StopRules
+from core.request import Floors, GenerateRequest, MmItem, SamplingParams, StopRules
 from core.rpc.convert import handover as convert_handover
 from core.rpc.convert import request as convert_request
 from core.rpc.convert import stream as convert_stream
@@ -68,9 +68,11 @@ REQUEST = st.builds(
     encoder_floor=S32,
     decoder_floor=S32,
     floor_hit_tokens=S32,
+    floor_earlier_hits=tuples(U32),
     lora=TEXT,
     mm_items=tuples(st.builds(MmItem, digest=BYTES, start=U32, end=U32, height=U32, width=U32, pixels=BYTES), 2),
 )
+FLOORS = st.builds(Floors, encoder_floor=U32, decoder_floor=U32, hits=tuples(U32))
 TARGET = st.none() | st.builds(stream.PrefillTarget, worker_id=TEXT, address=TEXT, incarnation=TEXT)
 FROM_GATEWAY = st.one_of(
     st.builds(stream.StreamHello, gateway=TEXT, worker=TEXT, resume_after=S64),
@@ -80,7 +82,7 @@ FROM_GATEWAY = st.one_of(
     st.builds(stream.Ack, sequence=U64),
 )
 RECORD = st.one_of(
-    st.builds(stream.Started, handle=U32, num_cached_tokens=U32, prefill_worker=TEXT, bytes_pulled=U64),
+    st.builds(stream.Started, handle=U32, num_cached_tokens=U32, prefill_worker=TEXT, bytes_pulled=U64, floors=FLOORS),
     st.builds(stream.Finished, handle=U32, reason=TEXT, num_output_tokens=U32, recomputed_tokens=U32),
     st.builds(stream.Errored, handle=U32, code=TEXT, message=TEXT, retry_after_s=NUMBER),
     st.builds(stream.NeedPrefill, handle=U32, failed=TEXT, code=TEXT, message=TEXT),
@@ -136,6 +138,7 @@ FROM_P = st.one_of(
         transfer=TEXT,
         num_tokens=U32,
         num_chunks=U32,
+        floors=FLOORS,
         first_tokens=tuples(U32),
         logprobs=tuples(LOGPROBS, 2),
         num_cached_tokens=U32,
@@ -268,7 +271,7 @@ def test_no_field_of_the_wire_is_forgotten(name):
     strategy, encode, message, _decode = PAIRS[name]
     written: set[str] = set()
 
-    @settings(max_examples=150, derandomize=True, deadline=None)
+    @settings(max_examples=300, derandomize=True, deadline=None)
     @given(strategy)
     def collect(struct):
         note(encode(struct))

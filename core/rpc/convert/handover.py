@@ -27,6 +27,8 @@ from core.ids import Incarnation, LeaseId, TransferId
 from core.kv import PageRef
 from core.rpc.convert.request import (
     error_to_proto,
+    floors_from_proto,
+    floors_to_proto,
     logprobs_from_proto,
     logprobs_to_proto,
     request_from_proto,
@@ -213,6 +215,7 @@ def _final_to_proto(final: Final) -> pb.Final:
         row=final.row,
         row_generation=final.row_generation,
         row_digests=final.row_digests,
+        floors=floors_to_proto(final.floors),
     )
 
 
@@ -228,4 +231,5 @@ def _final_from_proto(transfer: TransferId, message: pb.Final) -> Final:
         row=message.row,
         row_generation=message.row_generation,
         row_digests=tuple(message.row_digests),
+        floors=floors_from_proto(message.floors),
     )

@@ -8,7 +8,7 @@ from core.errors import BadRequest
 from core.handover import TokenLogprobs
 from core.ids import PageHash, RequestId
 from core.lifecycle import State
-from core.request import GenerateRequest, MmItem, SamplingParams, StopRules
+from core.request import Floors, GenerateRequest, MmItem, SamplingParams, StopRules
 from core.worker import Load
 from tandem.v1 import types_pb2 as pb
 
@@ -32,6 +32,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         encoder_floor=request.encoder_floor,
         decoder_floor=request.decoder_floor,
         floor_hit_tokens=request.floor_hit_tokens,
+        floor_earlier_hits=request.floor_earlier_hits,
         lora=request.lora,
         mm_items=[
             pb.MmItem(
@@ -66,6 +67,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         encoder_floor=message.encoder_floor,
         decoder_floor=message.decoder_floor,
         floor_hit_tokens=message.floor_hit_tokens,
+        floor_earlier_hits=tuple(message.floor_earlier_hits),
         lora=message.lora,
         mm_items=tuple(
             MmItem(
@@ -79,6 +81,16 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
             for item in message.mm_items
         ),
     )
+
+
+def floors_to_proto(floors: Floors) -> pb.Floors:
+    """Encode replay floors."""
+    return pb.Floors(encoder_floor=floors.encoder_floor, decoder_floor=floors.decoder_floor, hits=floors.hits)
+
+
+def floors_from_proto(message: pb.Floors) -> Floors:
+    """Decode replay floors; an absent message is all zero."""
+    return Floors(encoder_floor=message.encoder_floor, decoder_floor=message.decoder_floor, hits=tuple(message.hits))
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:

@@ -11,6 +11,8 @@ from core.errors import BadRequest
 from core.ids import Handle, Incarnation, WorkerId
 from core.rpc.convert.request import (
     error_to_proto,
+    floors_from_proto,
+    floors_to_proto,
     logprobs_from_proto,
     logprobs_to_proto,
     request_from_proto,
@@ -133,6 +135,7 @@ def _record_to_proto(record: Record) -> pb.Record:
                 num_cached_tokens=record.num_cached_tokens,
                 prefill_worker=record.prefill_worker,
                 bytes_pulled=record.bytes_pulled,
+                floors=floors_to_proto(record.floors),
             )
             return pb.Record(handle=record.handle, started=started)
         case Finished():
@@ -163,6 +166,7 @@ def _record_from_proto(message: pb.Record) -> Record:
                 num_cached_tokens=started.num_cached_tokens,
                 prefill_worker=started.prefill_worker,
                 bytes_pulled=started.bytes_pulled,
+                floors=floors_from_proto(started.floors),
             )
         case "finished":
             finished = message.finished

@@ -206,19 +206,23 @@ class Started(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     BYTES_PULLED_FIELD_NUMBER: _builtins.int
+    FLOORS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     prefill_worker: _builtins.str
     bytes_pulled: _builtins.int
+    @_builtins.property
+    def floors(self) -> _types_pb2.Floors: ...
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         bytes_pulled: _builtins.int = ...,
+        floors: _types_pb2.Floors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["floors", b"floors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_pulled", b"bytes_pulled", "num_cached_tokens", b"num_cached_tokens", "prefill_worker", b"prefill_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_pulled", b"bytes_pulled", "floors", b"floors", "num_cached_tokens", b"num_cached_tokens", "prefill_worker", b"prefill_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -325,6 +325,7 @@ class Final(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     ROW_GENERATION_FIELD_NUMBER: _builtins.int
     ROW_DIGESTS_FIELD_NUMBER: _builtins.int
+    FLOORS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_chunks: _builtins.int
     num_cached_tokens: _builtins.int
@@ -337,6 +338,8 @@ class Final(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]: ...
     @_builtins.property
     def row_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def floors(self) -> _types_pb2.Floors: ...
     def __init__(
         self,
         *,
@@ -349,10 +352,11 @@ class Final(_message.Message):
         row: _builtins.int = ...,
         row_generation: _builtins.int = ...,
         row_digests: _abc.Iterable[_builtins.int] | None = ...,
+        floors: _types_pb2.Floors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["floors", b"floors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "first_tokens", b"first_tokens", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "num_tokens", b"num_tokens", "row", b"row", "row_digests", b"row_digests", "row_generation", b"row_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "first_tokens", b"first_tokens", "floors", b"floors", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "num_tokens", b"num_tokens", "row", b"row", "row_digests", b"row_digests", "row_generation", b"row_generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,6 +178,7 @@ class GenerateRequest(_message.Message):
     FLOOR_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     MM_ITEMS_FIELD_NUMBER: _builtins.int
+    FLOOR_EARLIER_HITS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -201,6 +202,8 @@ class GenerateRequest(_message.Message):
     def page_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
     def mm_items(self) -> _containers.RepeatedCompositeFieldContainer[Global___MmItem]: ...
+    @_builtins.property
+    def floor_earlier_hits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -222,14 +225,43 @@ class GenerateRequest(_message.Message):
         floor_hit_tokens: _builtins.int = ...,
         lora: _builtins.str = ...,
         mm_items: _abc.Iterable[Global___MmItem] | None = ...,
+        floor_earlier_hits: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "floor_hit_tokens", b"floor_hit_tokens", "lora", b"lora", "mm_items", b"mm_items", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "page_hashes", b"page_hashes", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "floor_earlier_hits", b"floor_earlier_hits", "floor_hit_tokens", b"floor_hit_tokens", "lora", b"lora", "mm_items", b"mm_items", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "page_hashes", b"page_hashes", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Floors(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENCODER_FLOOR_FIELD_NUMBER: _builtins.int
+    DECODER_FLOOR_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    encoder_floor: _builtins.int
+    decoder_floor: _builtins.int
+    @_builtins.property
+    def hits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Cached prefixes that the pages were computed behind, ascending."""
+
+    def __init__(
+        self,
+        *,
+        encoder_floor: _builtins.int = ...,
+        decoder_floor: _builtins.int = ...,
+        hits: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "hits", b"hits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Floors: _TypeAlias = Floors  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):

@@ -19,7 +19,7 @@ class Heard:
     def __init__(self) -> None:
         self.events = []
 
-    def chunk_final(self, seq, start, end, pages):
+    def chunk_final(self, seq, start, end, pages, hits):
         self.take(seq, ("chunk", start, end, pages))
 
     def prefilled(self, seq, **facts):
