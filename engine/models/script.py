@@ -46,6 +46,8 @@ class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated compute time of a step that has any token."""
     token_delay_us: Annotated[float, Meta(ge=0)] = 0.0
     """Simulated compute time per query token."""
+    first_letter: Annotated[int, Meta(ge=0)] = 0
+    """Id of byte 0: what the tokenizer has before its bytes."""
     scripts: tuple[Script, ...] = ()
 
 
@@ -86,19 +88,21 @@ class NextToken:
     def __init__(self, config: ScriptedConfig) -> None:
         self._config = config
         self._patterns = [(_words(s.after + s.emit), len(s.after), s.emit) for s in config.scripts]
+        self._letters = [byte + config.first_letter for byte in ALPHABET]
         self.tail_tokens = max((len(s.after) + len(s.emit) for s in config.scripts), default=0)
         """How many of the last tokens of a context `choose` needs to see."""
 
     def choose(self, tail: Sequence[int], digest: int) -> tuple[int, int]:
         """Return (first, second) choice, never equal; `tail` are the last tokens, `digest` the context hash."""
-        letter = ALPHABET[(digest >> 8) % len(ALPHABET)]
-        other = ALPHABET[(digest >> 8) % len(ALPHABET) - 1]
+        letters = self._letters
+        letter = letters[(digest >> 8) % len(letters)]
+        other = letters[(digest >> 8) % len(letters) - 1]
         first = self._scripted(_words(tail))
         if first is None:
             first = self._config.eos_token_id if digest % self._config.mean_length == 0 else letter
         if first != letter:
             return first, letter
-        return first, other if other != letter else ALPHABET[0]
+        return first, other if other != letter else letters[0]
 
     def _scripted(self, tail: bytes) -> int | None:
         for words, start, emit in self._patterns:
