@@ -1,10 +1,11 @@
 """The models that come with Tandem, each prepared once into a cache directory as a complete model directory.
 
-`scripted` and the tiny Llamas are generated; `smollm2` is converted from the weights inside an installed package.
-Needs no torch.
+`scripted`, the tiny Llamas and the small DeepSeeks are generated; `smollm2` is converted from the weights inside an
+installed package. Needs no torch, except while a DeepSeek is written.
 """
 
 import hashlib
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ import msgspec
 
 from core.errors import ConfigError
 from engine.models.byte_tokenizer import byte_ids, chat_tail, write_byte_tokenizer
+from engine.models.deepseek_v41.presets import mini_config, tiny_config
 from engine.models.manifest import make_directory
 from engine.models.script import Script, ScriptedConfig
+from engine.models.scripted_v41 import prepare_scripted_v41
 from engine.models.smollm2 import prepare_smollm2
 from engine.models.tiny import write_tiny
 
@@ -65,6 +68,20 @@ def _prepare_tiny(name: str, dtype: str, windowed: bool, cache_dir: Path) -> Pat
     )
 
 
+def _prepare_deepseek(name: str, cache_dir: Path) -> Path:
+    def fill(directory: Path) -> None:
+        raw, seed, shard_bytes = _DEEPSEEK[name]
+        # Imported by name: whoever prepares a model is not to pay for torch unless this one has to be written.
+        exporter = importlib.import_module("engine.models.deepseek_v41.exporter")
+        exporter.export(directory, raw(), seed, shard_bytes=shard_bytes)
+
+    return make_directory(cache_dir / f"{name}-{_DEEPSEEK_VERSION}", name, fill)
+
+
+_DEEPSEEK = {"v41-tiny": (tiny_config, 41, 2 << 20), "v41-mini": (mini_config, 41, 128 << 20)}
+"""Name -> configuration, seed, bytes per shard."""
+_DEEPSEEK_VERSION = "v1"
+"""As `_TINY_VERSION`, for `engine.models.deepseek_v41.exporter`."""
 _TINY_VERSION = "v1"
 """Part of the directory name; changes whenever `engine.models.tiny` would write something else."""
 _BUILTIN: dict[str, Callable[[Path], Path]] = {
@@ -73,7 +90,10 @@ _BUILTIN: dict[str, Callable[[Path], Path]] = {
     "tiny-llama-f64": partial(_prepare_tiny, "tiny-llama-f64", "f64", False),
     "tiny-window": partial(_prepare_tiny, "tiny-window", "f32", True),
     "tiny-window-f64": partial(_prepare_tiny, "tiny-window-f64", "f64", True),
+    "v41-tiny": partial(_prepare_deepseek, "v41-tiny"),
+    "v41-mini": partial(_prepare_deepseek, "v41-mini"),
     "scripted": _prepare_builtin_scripted,
+    "scripted-v41": prepare_scripted_v41,
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 

@@ -31,7 +31,7 @@ def chat_tail() -> tuple[int, ...]:
     return (IM_END, *byte_ids("\n"), IM_START, *byte_ids("assistant\n"))
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """Return the printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     chars = {byte: chr(byte) for byte in printable}
@@ -41,7 +41,7 @@ def _byte_alphabet() -> list[str]:
 
 def write_byte_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write tokenizer.json and tokenizer_config.json for ids 0..`vocab_size` - 1 (at least 259)."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(_byte_alphabet())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(byte_alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - 256 - len(_SPECIAL))]

@@ -36,6 +36,11 @@ def random_weights(config: V41Config, seed: int, dtype: torch.dtype) -> Weights:
     return _Maker(config, seed, dtype).weights()
 
 
+def random_tensor(seed: int, name: str, shape: tuple[int, ...], spread: float, mean: float = 0.0) -> torch.Tensor:
+    """Return one float32 tensor that is not part of the tree, drawn like those that are."""
+    return _Draw(seed, torch.float32).raw(name, shape, spread, mean)
+
+
 class _Draw:
     """Named draws of one seed."""
 

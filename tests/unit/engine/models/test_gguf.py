@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from benchmarks.model_driver import ModelDriver
 from core.errors import CheckpointError, ConfigError
 from engine.models import smollm2
-from engine.models.byte_tokenizer import _byte_alphabet
+from engine.models.byte_tokenizer import byte_alphabet
 from engine.models.gguf import convert_gguf, half_split_rows
 from engine.models.registry import load_model
 from engine.models.tiny import tiny_config, tiny_tensors, write_tiny
@@ -50,7 +50,7 @@ def write_gguf(path, change=lambda writer: None, architecture="llama", quantize=
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     special = [f"<|special_{i}|>" for i in range(63)]
-    writer.add_token_list([*_byte_alphabet(), "th", *special])
+    writer.add_token_list([*byte_alphabet(), "th", *special])
     writer.add_token_types([1] * 257 + [3] * 63)
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(258)
