@@ -41,6 +41,9 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name that clients use; empty: the model's own."""
     dtype: str = ""
     """f32 | f64 | bf16; empty: the checkpoint's."""
+    mode: str = ""
+    """For models that can replay windows: exact | replay | mask (means the same as replay, computes everything). Empty:
+    the model's own default."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Compute threads; 0: `engine.threads`."""
     verify: bool = True

@@ -50,7 +50,11 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
     if section.threads:
         config = msgspec.structs.replace(config, threads=section.threads)
     model = load_model(
-        Path(section.path), name=section.name or None, dtype=section.dtype or None, verify=section.verify
+        Path(section.path),
+        name=section.name or None,
+        dtype=section.dtype or None,
+        mode=section.mode or None,
+        verify=section.verify,
     )
     facts = model.facts
     layout = model.kv_layout(config.num_pages, config.num_rows, config.page_tokens)

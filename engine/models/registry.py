@@ -16,15 +16,27 @@ _LOADERS = {
     "LlamaForCausalLM": "engine.models.llama",
     "MistralForCausalLM": "engine.models.llama",
     "Qwen2ForCausalLM": "engine.models.llama",
+    "DeepseekV41ForCausalLM": "engine.models.deepseek_v41.family",
+    "DeepseekV4ForCausalLM": "engine.models.deepseek_v41.family",
 }
 """Architecture name of config.json -> module with `load(directory, config, manifest, name, dtype) -> Model`."""
+_WITH_MODES = ("engine.models.deepseek_v41.family",)
+"""Modules whose `load` also takes `mode`."""
 
 
-def load_model(directory: Path, *, name: str | None = None, dtype: str | None = None, verify: bool = True) -> Model:
+def load_model(
+    directory: Path,
+    *,
+    name: str | None = None,
+    dtype: str | None = None,
+    mode: str | None = None,
+    verify: bool = True,
+) -> Model:
     """Load the model of a directory.
 
     `name` is what clients call it (default: the manifest's, else the directory's); `dtype` one of f32, f64, bf16
-    (default: the checkpoint's). With `verify`, file checksums are compared first. Raises `CheckpointError`.
+    (default: the checkpoint's); `mode` how a model that can replay deals with windows (default: the model's own). With
+    `verify`, file checksums are compared first. Raises `CheckpointError`.
     """
     manifest = read_manifest(directory, verify=verify)
     path = directory / "config.json"
@@ -40,4 +52,8 @@ def load_model(directory: Path, *, name: str | None = None, dtype: str | None = 
         known = ", ".join(sorted(_LOADERS))
         raise CheckpointError(f"{path} names architecture {architectures[0]}; supported are {known}")
     load: Callable[..., Model] = importlib.import_module(module).load
+    if module in _WITH_MODES:
+        return load(directory, config, manifest, name or manifest.name, dtype, mode=mode)
+    if mode not in (None, "exact"):
+        raise CheckpointError(f"{path} is a model that is always exact; mode {mode!r} is not for it")
     return load(directory, config, manifest, name or manifest.name, dtype)

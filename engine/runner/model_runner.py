@@ -10,11 +10,11 @@ import torch
 
 from core.errors import InvariantError
 from engine.config import EngineConfig
+from engine.models.drafter import SpeculativeModel
 from engine.models.model import KVTensors, Model
 from engine.plan import StepHandle, StepResult, decode_plan
 from engine.runner.executor import Executor, StepExecutor
 from engine.runner.speculative import SpeculativeExecutor
-from engine.speculation.drafter import SpeculativeModel
 
 MAX_IN_FLIGHT = 2
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
+from engine.models.drafter import DraftRows, SpeculativeModel
 from engine.models.model import KVTensors
 from engine.plan import UNLIMITED, Plan, RowInit, StepResult
 from engine.runner.executor import spread
@@ -22,7 +23,6 @@ from engine.runner.row_mirror import RowMirror
 from engine.sampling import Sampler
 from engine.speculation.acceptance import NO_DRAFT, Acceptance, ChainRule, Judged, Run, SharedNoise, accept_runs
 from engine.speculation.budget import survivals, verify_lengths
-from engine.speculation.drafter import DraftRows, SpeculativeModel
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -168,11 +168,8 @@ class SpeculativeExecutor:
 
     def _keep(self, judged: Judged, run: Run) -> None:
         """Remember what was chosen: the last token of each row is computed next."""
-        if not len(judged.rows):
-            return
-        self._mirror.next_token[judged.rows] = run.tokens[np.arange(len(run.count)), run.count - 1]
-        owner, column = np.nonzero(np.arange(run.tokens.shape[1]) < run.count[:, None])
-        self._mirror.note_tokens(judged.rows[owner], judged.positions[owner] + column, run.tokens[owner, column])
+        if len(judged.rows):
+            self._mirror.next_token[judged.rows] = run.tokens[np.arange(len(run.count)), run.count - 1]
 
     def _propose(self, rows: I32) -> F32:
         """Make drafts for the rows that just chose a token; returns confidences float32 [m, k], NaN without drafts."""

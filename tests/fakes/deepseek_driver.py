@@ -12,7 +12,7 @@ import torch
 from engine.batch import ForwardBatch, RowReplay
 from engine.cache.kv_memory import KVMemory, anonymous_buffers
 from engine.models.deepseek_v41.arithmetic import arithmetic_of
-from engine.models.deepseek_v41.model import DeepseekModel
+from engine.models.deepseek_v41.model import DraftingDeepseekModel
 from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.presets import tiny_config
 from engine.models.deepseek_v41.random_weights import random_weights
@@ -47,7 +47,7 @@ def token_map(config):
 
 def tiny_model(dtype=torch.float64, mode="off", keep=20):
     config, weights = tiny_weights(dtype)
-    return DeepseekModel(
+    return DraftingDeepseekModel(
         config,
         weights,
         FACTS,

@@ -15,13 +15,13 @@ from engine.models.deepseek_v41.blocks import Head
 from engine.models.deepseek_v41.caches import Caches
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.dspark import Dspark
-from engine.speculation.drafter import Captures, ChooseDraft, DraftRows, Proposal
+from engine.models.drafter import Captures, ChooseDraft, DraftRows, Proposal
 
 I32 = npt.NDArray[np.int32]
 
 
 class PagedDrafter:
-    """Implements `engine.speculation.drafter.Drafter`."""
+    """Implements `engine.models.drafter.Drafter`."""
 
     def __init__(self, dspark: Dspark, head: Head, caches: Caches, config: V41Config) -> None:
         self.num_drafts = dspark.config.block_size

@@ -28,8 +28,8 @@ from engine.models.deepseek_v41.rope import RopeTables
 from engine.models.deepseek_v41.step import DecoderReplay, Step, check_replay
 from engine.models.deepseek_v41.tiles import Tiles
 from engine.models.deepseek_v41.weights import Weights
+from engine.models.drafter import Captures
 from engine.models.model import KVTensors, ModelFacts
-from engine.speculation.drafter import Captures
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Kernels:
 
 
 class DeepseekModel:
-    """Implements `engine.models.model.Model` and `engine.speculation.drafter.SpeculativeModel`."""
+    """Implements `engine.models.model.Model`."""
 
     def __init__(
         self,
@@ -68,11 +68,6 @@ class DeepseekModel:
         if config.engram is not None:
             assert token_map is not None
             self._hash = NgramHash(config.engram, token_map)
-        self._dspark: Dspark | None = None
-        self.num_drafts = 0
-        if weights.dspark is not None and config.dspark is not None:
-            self._dspark = Dspark(weights.dspark, weights.head, config, arithmetic, self._rope)
-            self.num_drafts = config.dspark.block_size
         self.executed_rows = [0] * config.num_layers
         """Per layer, rows that ran through its attention and feed-forward so far (model.md 10.5)."""
 
@@ -84,18 +79,12 @@ class DeepseekModel:
         """Return where everything lies."""
         return CacheMap(self.config, page_tokens, self._elem)
 
-    def drafter(self, kv: KVTensors) -> PagedDrafter:
-        """Return the drafter over the KV memory that `forward_captured` is called with."""
-        assert self._dspark is not None
-        caches = Caches(self.cache_map(kv.layout.page_tokens), kv, self._dtype)
-        return PagedDrafter(self._dspark, self._kernels[False].head, caches, self.config)
-
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, V] for `batch.sample_at`."""
-        return self.forward_captured(batch, kv)[0]
+        return self._run(batch, kv)[0]
 
-    def forward_captured(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
-        """As `forward`, and what the drafter observes: of every row that ran with a decoder window of its own."""
+    def _run(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
+        """Return logits, and the captures of every row that ran with a decoder window of its own."""
         if not len(batch.token_ids):
             return self._nothing()
         kernels = self._kernels[batch.deterministic]
@@ -166,6 +155,35 @@ class DeepseekModel:
         width = len(self.config.dspark.target_layers) * self.config.hidden_size if self.config.dspark else 0
         logits = torch.zeros(0, self.config.vocab_size, dtype=self._dtype)
         return logits, Captures(torch.zeros(0, dtype=torch.int64), torch.zeros(0, width, dtype=self._dtype))
+
+
+class DraftingDeepseekModel(DeepseekModel):
+    """A model that comes with DSpark: `engine.models.drafter.SpeculativeModel`."""
+
+    def __init__(
+        self,
+        config: V41Config,
+        weights: Weights,
+        facts: ModelFacts,
+        arithmetic: Arithmetic,
+        *,
+        token_map: torch.Tensor | None = None,
+        replay: DecoderReplay | None = None,
+    ) -> None:
+        """As `DeepseekModel`; `weights` must have a draft model."""
+        super().__init__(config, weights, facts, arithmetic, token_map=token_map, replay=replay)
+        assert weights.dspark is not None
+        self._dspark = Dspark(weights.dspark, weights.head, config, arithmetic, self._rope)
+        self.num_drafts = self._dspark.config.block_size
+
+    def drafter(self, kv: KVTensors) -> PagedDrafter:
+        """Return the drafter over the KV memory that `forward_captured` is called with."""
+        caches = Caches(self.cache_map(kv.layout.page_tokens), kv, self._dtype)
+        return PagedDrafter(self._dspark, self._kernels[False].head, caches, self.config)
+
+    def forward_captured(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
+        """As `forward`, and what the drafter observes: of every row that ran with a decoder window of its own."""
+        return self._run(batch, kv)
 
 
 def _enter(block: Block, streams: Streams, step: Step) -> Entered:

@@ -1,0 +1,77 @@
+"""DeepSeek-V4 and V4.1 from a checkpoint directory: what the registry calls.
+
+Modes decide what windows behind a prefix hit and early in a prompt are worth (A10): `replay` recomputes the last window
+after a hit and runs only the end of a prompt through the decoder; `mask` means the same but runs all rows (the oracle of
+`replay`); `exact` computes every row whole and reuses no pages, which hold no windows.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.errors import CheckpointError, ConfigError
+from engine.cache.hit import ReuseKind, ReuseRule
+from engine.models.deepseek_v41.arithmetic import arithmetic_of
+from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.loader import load_weights
+from engine.models.deepseek_v41.model import DeepseekModel, DraftingDeepseekModel
+from engine.models.deepseek_v41.parse import parse_config
+from engine.models.deepseek_v41.replay import COMPACT, MASK, OFF
+from engine.models.deepseek_v41.step import DecoderReplay
+from engine.models.deepseek_v41.token_map import read_token_map
+from engine.models.manifest import Manifest
+from engine.models.model import ModelFacts
+
+EXACT, REPLAY, ORACLE = "exact", "replay", "mask"
+_SLACK_TOKENS = 12
+"""What the vendor keeps for the decoder beyond one window."""
+_DTYPES = {"f32": torch.float32, "f64": torch.float64}
+
+
+def load(
+    directory: Path, config: dict[str, Any], manifest: Manifest, name: str, dtype: str | None, *, mode: str | None
+) -> DeepseekModel:
+    """Build the model of a checkpoint directory. `dtype` None: float32, whatever packed forms the checkpoint has.
+
+    `mode` None: `replay` if the model has a decoder, else `exact`. Raises `CheckpointError` and `ConfigError`.
+    """
+    parsed = parse_config(config)
+    elem = dtype or "f32"
+    if elem not in _DTYPES:
+        raise CheckpointError(f"dtype {elem!r} is not supported; known are {', '.join(_DTYPES)}")
+    has_decoder = parsed.decoder_start < parsed.num_layers
+    mode = mode or (REPLAY if has_decoder else EXACT)
+    if mode not in (EXACT, REPLAY, ORACLE):
+        raise ConfigError(f"model.mode = {mode!r} is none of {EXACT}, {REPLAY}, {ORACLE}")
+    rule, decoder = rules_of(parsed, mode)
+    facts = ModelFacts(
+        name=name,
+        revision=manifest.revision,
+        tokenizer_digest=manifest.tokenizer_digest,
+        vocab_size=parsed.vocab_size,
+        max_positions=parsed.max_positions,
+        eos_token_ids=parsed.eos_token_ids,
+        kv_dtype=f"packed-{elem}",
+        mode=EXACT if mode == EXACT else f"replay-{rule.replay_tokens}-{rule.keep_tokens}",
+        history_tokens=parsed.engram.max_ngram - 1 if parsed.engram else 0,
+        reuse=rule,
+    )
+    token_map = None
+    if parsed.engram is not None:
+        token_map = torch.tensor(read_token_map(directory, parsed.engram, parsed.vocab_size))
+    # The registry has compared file digests already.
+    weights = load_weights(directory, parsed, _DTYPES[elem], verify=False)
+    kind = DeepseekModel if weights.dspark is None else DraftingDeepseekModel
+    return kind(parsed, weights, facts, arithmetic_of(parsed), token_map=token_map, replay=decoder)
+
+
+def rules_of(config: V41Config, mode: str) -> tuple[ReuseRule, DecoderReplay]:
+    """Return how prefixes are reused in a mode, and which rows run through the decoder."""
+    if mode == EXACT:
+        return ReuseRule(kind=ReuseKind.NONE), DecoderReplay(mode=OFF)
+    keep = config.window + _SLACK_TOKENS
+    align = math.lcm(*(layer.m for layer in config.kv_owners))
+    rule = ReuseRule(kind=ReuseKind.REPLAY, replay_tokens=config.window, align_tokens=align, keep_tokens=keep)
+    return rule, DecoderReplay(mode=COMPACT if mode == REPLAY else MASK, keep=keep)
