@@ -70,7 +70,7 @@ class MmItem(msgspec.Struct, frozen=True, kw_only=True):
     """uint8 [height, width, 3], RGB, row by row; padding included."""
 
 
-class Floors(msgspec.Struct, frozen=True, kw_only=True):
+class Floors(msgspec.Struct, frozen=True):
     """Replay floors (A10): which approximation the KV and the tokens of one request are computed with.
 
     They belong to the request. Whoever computes it again (retraction, retry, resume) uses the same ones, so that equal
