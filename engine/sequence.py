@@ -106,6 +106,10 @@ class Sequence:
         """Prompt tokens of the request, over all attempts."""
         return self.request.num_prompt_tokens
 
+    def kv_limit(self, max_len: int, pool_tokens: int) -> int:
+        """Return the tokens of it that KV may ever hold; the last token, a source's first one, is never written."""
+        return min(len(self.tokens) if self.is_source else max_len - 1, pool_tokens)
+
     def move(self, to: SeqState) -> None:
         """Enter `to`; raises `InvariantError` on a move that the table does not allow."""
         if to not in _NEXT[self.state]:

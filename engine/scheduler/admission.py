@@ -171,7 +171,7 @@ class Admission:
     def _open(self, seq: Sequence, cached: int, need: int) -> None:
         holdings = self._holdings
         cached_tokens = cached * holdings.config.page_tokens
-        holdings.choose_floors(seq)
+        holdings.chains.choose(seq)
         if seq.num_cached_tokens < 0:
             seq.num_cached_tokens = cached_tokens
         row = holdings.open_row(seq, SeqState.PREFILLING)

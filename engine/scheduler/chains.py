@@ -52,11 +52,12 @@ class Chains:
             return Floors()
         return request.floors
 
-    def choose(self, seq: Sequence, prefix: Prefix) -> None:
-        """Fix the floors of a sequence that starts behind `prefix`, unless they are fixed already."""
+    def choose(self, seq: Sequence) -> None:
+        """Fix the floors of a sequence that is about to be computed behind its locked prefix, unless they are fixed."""
         if seq.floors is None:
-            hit = prefix.num_pages * self._size
-            hits = (*prefix.hits, hit) if self.rule.replays and hit else ()
+            assert seq.prefix is not None
+            hit = seq.prefix.num_pages * self._size
+            hits = (*seq.prefix.hits, hit) if self.rule.replays and hit else ()
             seq.floors = Floors(
                 encoder_floor=self.rule.encoder_floor(hit) if hits else 0,
                 decoder_floor=self.rule.decoder_floor(seq.num_prompt),

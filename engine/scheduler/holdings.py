@@ -135,9 +135,7 @@ class Holdings:
         rows.goal[row] = len(seq.tokens)
         rows.num_prompt[row] = seq.num_prompt
         rows.max_len[row] = self.limits.max_len(request)
-        # The last token of a sequence is never written; a source's first token is its last.
-        longest = len(seq.tokens) if seq.is_source else int(rows.max_len[row]) - 1
-        rows.kv_limit[row] = min(longest, self.capacity.max_pages * self.config.page_tokens)
+        rows.kv_limit[row] = seq.kv_limit(int(rows.max_len[row]), self.capacity.max_pages * self.config.page_tokens)
         rows.stops_from[row] = seq.num_prompt + request.stop.min_tokens
         rows.priority[row] = request.priority
         rows.preempts[row] = seq.preempts
@@ -200,11 +198,6 @@ class Holdings:
     def lock_landing_prefix(self, seq: Sequence) -> int:
         """Lock the longest cached prefix that a sequence from elsewhere need not be sent; returns its pages."""
         return self._lock(seq, self.chains.find_landing(seq))
-
-    def choose_floors(self, seq: Sequence) -> None:
-        """A sequence with a locked prefix is about to be computed: what it builds on is fixed from here on."""
-        assert seq.prefix is not None
-        self.chains.choose(seq, seq.prefix)
 
     def shrink_prefix(self, seq: Sequence, num_pages: int) -> None:
         """Give back the locks behind the first `num_pages` pages of a booked sequence: they will be sent after all."""
