@@ -1,6 +1,11 @@
 import pytest
 import torch
 
+from engine.models.deepseek_v41.arithmetic import arithmetic_of
+from engine.models.deepseek_v41.parse import parse_config
+from engine.models.deepseek_v41.random_weights import random_weights
+from engine.models.deepseek_v41.reference import Reference
+from tests.fakes.deepseek_configs import v4_flash_config
 from tests.fakes.v41_reference import largest_difference, prompt, readable_rows, run, started, tiny, tiny_reference
 
 torch.set_num_threads(1)
@@ -122,3 +127,26 @@ def test_image_rows_replace_embeddings_and_keep_ngrams_apart():
     assert (logits(renamed, [40]) - whole).abs().max() == 0
     rows = rows + 1e-2
     assert (logits(ids, [40])[10:] - whole[10:]).abs().max() > 1e-6
+
+
+def v4_reference():
+    """A V4 model with all its cache formats: overlapping and long groups, hashed experts, Hadamard-turned index keys."""
+    config = parse_config(v4_flash_config() | {
+        "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 5, "moe_intermediate_size": 128,
+        "num_attention_heads": 4, "head_dim": 128, "qk_rope_head_dim": 64, "q_lora_rank": 128, "o_lora_rank": 64,
+        "o_groups": 2, "sliding_window": 8, "compress_ratios": [0, 0, 4, 128, 4], "num_hash_layers": 2,
+        "index_n_heads": 32, "index_head_dim": 64, "index_topk": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 512, "num_nextn_predict_layers": 0,
+    })  # fmt: skip
+    return Reference(config, random_weights(config, 5, torch.float64), arithmetic_of(config))
+
+
+def test_v4_in_chunks_equals_one_shot_with_its_cache_formats():
+    reference, ids = v4_reference(), prompt(150)
+    cache = started(reference, ids)
+    whole = run(reference, cache, [150])[0].logits
+    assert whole.isfinite().all()
+    assert whole.std() > 0.3
+    assert cache.entries[3].read(0, 1).isfinite().all()  # tokens 0..127
+    got = torch.cat([result.logits for result in run(reference, started(reference, ids), [5, 58, 1, 66, 3, 17])])
+    assert (got - whole).abs().max() < 1e-9
