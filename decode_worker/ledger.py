@@ -126,14 +126,17 @@ class RequestLedger:
         for started in events.started:
             self._started(started)
         touched: set[GatewayStream] = set()
-        by_seq = self._by_seq
+        by_seq, last = self._by_seq, None
         for seq, position, token in zip(
             events.seqs.tolist(), events.positions.tolist(), events.tokens.tolist(), strict=True
         ):
             request = by_seq.get(seq)
             if request is None:
                 continue
-            request.stream.add_tokens(request.handle, position, (token,), events.logprobs.get(seq, ()))
+            # A run of tokens of one sequence comes with the log-probabilities of all of them.
+            logprobs = events.logprobs.get(seq, ()) if seq != last else ()
+            last = seq
+            request.stream.add_tokens(request.handle, position, (token,), logprobs)
             touched.add(request.stream)
         for finished in events.finished:
             self._finished(finished)

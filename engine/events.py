@@ -90,7 +90,11 @@ def _empty64() -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """Everything one pass of the loop produced. Token deltas are parallel arrays: one token per entry (count 1)."""
+    """Everything one pass of the loop produced.
+
+    Token deltas are parallel arrays, one token per entry; the tokens that a sequence got in one step lie together, in
+    order.
+    """
 
     seqs: npt.NDArray[np.int64] = field(default_factory=_empty64)  # [n]
     positions: npt.NDArray[np.int32] = field(default_factory=_empty)  # [n] output index (0 = first output token)

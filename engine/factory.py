@@ -10,14 +10,16 @@ from pathlib import Path
 import msgspec
 
 from core.clock import Clock
+from core.errors import ConfigError
 from core.hashing import Namespace, PageHasher, fingerprint
 from core.kv import KVLayout
 from core.worker_config import ModelSection
 from engine.cache.kv_memory import KVMemory, region_sizes
-from engine.config import CapacityPlan, EngineConfig, plan_capacity
+from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, plan_capacity
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
+from engine.models.drafter import SpeculativeModel
 from engine.models.model import Model
 from engine.models.registry import load_model
 from engine.runner.model_runner import ModelRunner
@@ -33,11 +35,13 @@ class LoadedModel:
     capacity: CapacityPlan
     namespace: bytes
     """`Namespace.encode()`: what its cached pages mean."""
+    num_drafts: int = 0
+    """Tokens that its drafter proposes at a time; 0: no speculation."""
 
     @property
     def fingerprint(self) -> bytes:
         """Peers exchange requests and KV only if theirs is equal."""
-        return fingerprint(self.namespace)
+        return fingerprint(self.namespace, f"drafts={self.num_drafts}" if self.num_drafts else "")
 
     @property
     def region_sizes(self) -> list[int]:
@@ -72,7 +76,22 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
         layout=layout,
         capacity=plan_capacity(config, layout, facts.max_positions),
         namespace=namespace.encode(),
+        num_drafts=drafts_of(model, config.speculation),
     )
+
+
+def drafts_of(model: Model, speculation: SpeculationConfig) -> int:
+    """Return how many tokens the model's drafter proposes at a time, 0 without speculation; raises `ConfigError`."""
+    if speculation.mode == "off":
+        return 0
+    if isinstance(model, SpeculativeModel):
+        return model.num_drafts
+    if speculation.mode != "auto":
+        raise ConfigError(
+            f"speculation.mode = {speculation.mode}, but {model.facts.name} has no drafter; set it to auto or off",
+            param="engine.speculation.mode",
+        )
+    return 0
 
 
 def open_engine(
@@ -91,6 +110,7 @@ def open_engine(
         layout=loaded.layout,
         hasher=PageHasher(secret, loaded.namespace, loaded.config.page_tokens),
         clock=clock,
+        num_drafts=loaded.num_drafts,
     )
     runner = ModelRunner(loaded.model, KVMemory(loaded.layout, buffers), loaded.config, loaded.capacity.max_pages)
     return EngineThread(engine=engine, runner=runner, sink=sink, clock=clock, on_crash=on_crash)

@@ -71,7 +71,6 @@ class StepExecutor:
         output = self._sampler.sample(logits, rows, positions)
         tokens[chosen, 0] = output.tokens
         self._mirror.next_token[rows] = output.tokens
-        self._mirror.note_tokens(rows, positions, output.tokens)
         return StepResult(
             step=plan.step,
             tokens=tokens,

@@ -11,9 +11,13 @@ import torch
 from engine.batch import ForwardBatch, RowReplay
 from engine.config import EngineConfig
 from engine.plan import Plan, RowInit
+from engine.runner.token_history import TokenHistory
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+
+MAX_ROW_TOKENS = 16
+"""Most tokens of one row that a step may write and a later one take back: 1 + drafts."""
 
 
 class RowMirror:
@@ -22,12 +26,9 @@ class RowMirror:
     def __init__(self, config: EngineConfig, max_pages: int, history_tokens: int = 0) -> None:
         self._page_tokens = config.page_tokens
         self._deterministic = config.deterministic
-        self._history_tokens = history_tokens
         self.next_token = np.zeros(config.num_rows, np.int64)
         self.page_table = np.zeros((config.num_rows, max_pages), np.int64)
-        # One token more than KV can hold, and room before position 0, where there is nothing.
-        kept = history_tokens + max_pages * config.page_tokens + 1 if history_tokens else 0
-        self._tokens = np.full((config.num_rows, kept), -1, np.int64)
+        self._history = TokenHistory(config.num_rows, history_tokens, MAX_ROW_TOKENS) if history_tokens else None
         self._floors = np.zeros((3, config.num_rows), np.int32)
         self._has_floors = np.zeros(config.num_rows, np.bool_)
 
@@ -36,23 +37,18 @@ class RowMirror:
         deltas = plan.table_deltas
         self.page_table[deltas[:, 0], deltas[:, 1]] = deltas[:, 2]
         for init in plan.extra.inits:
-            self._set_row(init)
+            self._set_row(init, plan)
 
-    def _set_row(self, init: RowInit) -> None:
+    def _set_row(self, init: RowInit, plan: Plan) -> None:
         row = init.row
         if init.next_token >= 0:
             self.next_token[row] = init.next_token
         floors = (init.encoder_floor, init.known_tokens, init.write_from)
         self._floors[:, row] = floors
         self._has_floors[row] = any(floors)
-        if self._history_tokens:
-            known = np.frombuffer(init.token_ids, np.int32)[: self._tokens.shape[1] - self._history_tokens]
-            self._tokens[row, self._history_tokens : self._history_tokens + len(known)] = known
-
-    def note_tokens(self, rows: I32, positions: I64, tokens: npt.NDArray[np.integer]) -> None:
-        """Remember chosen tokens (parallel arrays) for models that look back at ids."""
-        if self._history_tokens:
-            self._tokens[rows, self._history_tokens + positions] = tokens
+        if self._history is not None:
+            start = int(plan.seq_start[np.flatnonzero(plan.rows == row)[0]])
+            self._history.reset(row, np.frombuffer(init.token_ids, np.int32), start)
 
     def batch(
         self, rows: I32, q_start: I32, seq_start: I32, tokens: npt.NDArray[np.int64], sample_at: I64
@@ -68,6 +64,10 @@ class RowMirror:
         # Columns past a row's own pages hold what earlier owners had there.
         table[np.arange(widest) >= used[:, None]] = 0
         slots = table[owner, positions // size] * size + positions % size
+        history = None
+        if self._history is not None:
+            history = torch.from_numpy(self._history.before(rows, seq_start.astype(np.int64)))
+            self._history.write(rows, q_start, positions, tokens)
         return ForwardBatch(
             token_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
@@ -79,16 +79,9 @@ class RowMirror:
             sample_at=torch.from_numpy(sample_at),
             page_tokens=size,
             deterministic=self._deterministic,
-            history=self._history(rows, seq_start),
+            history=history,
             replay=self._replay(rows),
         )
-
-    def _history(self, rows: I32, seq_start: I32) -> torch.Tensor | None:
-        if not self._history_tokens:
-            return None
-        # Stored ids are shifted by the history's length, so these are the ids before `seq_start`.
-        columns = seq_start.astype(np.int64)[:, None] + np.arange(self._history_tokens)
-        return torch.from_numpy(self._tokens[rows[:, None], columns])
 
     def _replay(self, rows: I32) -> RowReplay | None:
         if not self._has_floors[rows].any():

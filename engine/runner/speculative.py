@@ -19,7 +19,7 @@ from engine.models.drafter import DraftRows, SpeculativeModel
 from engine.models.model import KVTensors
 from engine.plan import UNLIMITED, Plan, RowInit, StepResult
 from engine.runner.executor import spread
-from engine.runner.row_mirror import RowMirror
+from engine.runner.row_mirror import MAX_ROW_TOKENS, RowMirror
 from engine.sampling import Sampler
 from engine.speculation.acceptance import NO_DRAFT, Acceptance, ChainRule, Judged, Run, SharedNoise, accept_runs
 from engine.speculation.budget import survivals, verify_lengths
@@ -65,6 +65,7 @@ class SpeculativeExecutor:
         self._mirror = RowMirror(config, max_pages, model.facts.history_tokens)
         self._drafter = model.drafter(kv)
         self._k = self._drafter.num_drafts
+        assert self._k < MAX_ROW_TOKENS, f"{self._k} drafts are more than rows have room for"
         self._length = np.zeros(config.num_rows, np.int32)
         self._kv_limit = np.zeros(config.num_rows, np.int64)
         self._drafts = np.full((config.num_rows, self._k), NO_DRAFT, np.int64)
@@ -149,7 +150,7 @@ class SpeculativeExecutor:
         ids = plan.tokens[plan.q_start[laid.at][owner] + column].astype(np.int64)
         decoding = laid.decoding[owner]
         row = laid.rows[owner]
-        draft = self._drafts[row, np.maximum(column - 1, 0)]
+        draft = self._drafts[row, np.clip(column - 1, 0, self._k - 1)]
         ids[decoding] = np.where(column == 0, self._mirror.next_token[row], draft)[decoding]
         wanted = decoding | ((column == laid.lengths[owner] - 1) & laid.sampling[owner])
         asking = np.flatnonzero(laid.sampling)

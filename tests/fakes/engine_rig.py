@@ -127,7 +127,17 @@ class Collector:
 class Rig:
     """Engine, runner and loop in one thread."""
 
-    def __init__(self, *, ring_tokens=0, max_positions=4096, when=lambda step: "collect", runner=None, **settings):
+    def __init__(
+        self,
+        *,
+        ring_tokens=0,
+        max_positions=4096,
+        when=lambda step: "collect",
+        runner=None,
+        num_drafts=0,
+        is_right=lambda: True,
+        **settings,
+    ):
         settings = {"page_tokens": 4, "num_pages": 64, "num_rows": 8, "chunk_tokens": 16, **settings}
         self.config = EngineConfig(**settings)
         self.clock = ManualClock(100.0)
@@ -138,6 +148,7 @@ class Rig:
             layout=layout_of(self.config, ring_tokens),
             hasher=hasher_of(self.config),
             clock=self.clock,
+            num_drafts=num_drafts,
         )
         self.holdings = self.engine._holdings
         self.runner = runner or KvRunner(
@@ -147,6 +158,8 @@ class Rig:
             ring_tokens=ring_tokens,
             when=when,
             on_launch=self._check_plan,
+            num_drafts=num_drafts,
+            is_right=is_right,
         )
         self.inbox = ListInbox()
         self.sink = Collector()
@@ -164,7 +177,8 @@ class Rig:
         """No step may write a page that is not its row's own (I10)."""
         self.plans += 1
         rows, size = self.holdings.rows, self.config.page_tokens
-        budget = max(self.config.chunk_tokens, len(plan.rows) + size)
+        decoding = int(np.diff(plan.q_start)[plan.use_next == 1].sum())
+        budget = max(self.config.chunk_tokens, decoding + size)
         assert len(plan.tokens) <= budget, "the token budget is exceeded"
         for row, start, length in zip(plan.rows, plan.seq_start, np.diff(plan.q_start), strict=True):
             columns = np.arange(start // size, -(-(start + length) // size))

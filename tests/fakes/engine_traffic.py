@@ -258,7 +258,7 @@ class HandOver:
         if rig.ring_tokens:
             ring, total = rig.ring_tokens, len(self.request.token_ids)
             for position in range(max(0, total - ring), total):
-                rig.runner.rings[self.booking.row, position % ring] = self.request.token_ids[position]
+                rig.runner.rings[self.booking.row, position % rig.runner.ring_size] = self.request.token_ids[position]
         reason = traffic.reason(self.request, wanted) if len(wanted) == 1 else None
         rig.engine.commit(self.seq, wanted[:1], (), reason, 0)
         rig.sink.tokens[self.seq] = wanted[:1]
