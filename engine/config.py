@@ -4,6 +4,7 @@ Declared beside their owner, read by `core.config`. Knows no model and allocates
 arithmetic over a layout, printed at start so that an operator sees what fits before anything is loaded.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from core.errors import ConfigError
-from core.kv import ComponentKind, KVLayout
+from core.kv import Component, ComponentKind, KVLayout
 from engine.cache.hit import ReuseKind, ReuseRule
 
 SINK_PAGES = 1
@@ -105,6 +106,8 @@ class CapacityPlan:
     """Columns of a page table."""
     limited_by: str
     """``context`` or ``pages``."""
+    components: tuple[str, ...] = ()
+    """Every component of the layout with its bytes, for people."""
 
     @property
     def total_bytes(self) -> int:
@@ -119,6 +122,7 @@ class CapacityPlan:
         return [
             f"pages: {self.usable_pages} of {self.page_tokens} tokens, {self.bytes_per_page} B each, {in_pages:.1f} MiB",
             f"rows: {self.num_rows}, {self.bytes_per_row} B each, {in_rows:.1f} MiB",
+            *self.components,
             f"longest sequence: {self.max_tokens_total} tokens, limited by {self.limited_by}",
             f"KV memory: {self.total_bytes / mib:.1f} MiB",
         ]
@@ -152,6 +156,7 @@ def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) ->
         max_tokens_total=min(max_positions, by_pages),
         max_pages=min(usable, -(-max_positions // size)),
         limited_by="pages" if by_pages < max_positions else "context",
+        components=tuple(_described(component) for component in layout.components),
     )
 
 
@@ -174,3 +179,15 @@ def reuse_rule(config: EngineConfig, layout: KVLayout, facts: TokenFacts) -> Reu
             f" computed again; set it to {least} or more (these and one page)"
         )
     return rule
+
+
+def _described(component: Component) -> str:
+    """Return a component's bytes per page or row; of packed records (no heads) also those of their parts."""
+    owner = "page" if component.kind is ComponentKind.PAGED else "row"
+    text = f"  {component.name}: {component.record_bytes} B per {owner}"
+    if component.heads or not component.layers:
+        return text
+    # Parts are named kind.layer:bytes; neighbours of one kind and size are told together.
+    named = [(label.partition(".")[0], label.rpartition(":")[2]) for label in component.layers]
+    groups = [(kind, size, len(list(same))) for (kind, size), same in itertools.groupby(named)]
+    return text + " = " + ", ".join(f"{kind} {count} x {size}" for kind, size, count in groups)
