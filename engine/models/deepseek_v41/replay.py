@@ -1,4 +1,4 @@
-"""Which rows of a prompt run through which layers, and how far back their windows reach (replay rules, model.md 21.8).
+"""Which rows of a prompt run through which layers, and how far back their windows reach.
 
 The keep length counts back from the end of all tokens that were known when the request was admitted, never from the end
 of a chunk: so results do not depend on where chunks end. Pure numbers; knows no tensors.
