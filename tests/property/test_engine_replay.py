@@ -1,0 +1,40 @@
+"""Random traffic with replay: every text is what its floors demand, whatever was cached, retracted or handed over."""
+
+import pytest
+
+from tests.fakes.replay_traffic import ReplayTraffic
+from tests.property.mutants_replay import MUTANTS
+
+ROOMY = {}
+TIGHT = {"num_pages": 26, "num_rows": 4, "chunk_tokens": 12, "horizon_tokens": 0, "finish_reserve_pages": 0}
+
+
+def drive(seed, steps, settings):
+    traffic = ReplayTraffic(seed, **settings)
+    for _ in range(steps):
+        traffic.step()
+        if len(traffic.waiting) > 8:
+            traffic.settle()
+    traffic.drain()
+    return traffic
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_every_text_is_what_its_floors_demand(seed, settings):
+    drive(seed, 40, settings)
+
+
+def test_the_traffic_reaches_hits_behind_hits():
+    assert drive(0, 40, ROOMY).most_hits >= 3
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_fault_is_noticed(mutant, monkeypatch):
+    mutant(monkeypatch)
+    for seed in range(8):
+        try:
+            drive(seed, 40, (ROOMY, TIGHT)[seed % 2])
+        except Exception:
+            return
+    pytest.fail(f"{mutant.__name__} went unnoticed")
