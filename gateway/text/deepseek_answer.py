@@ -29,6 +29,8 @@ class Marks:
     """Token ids that the parser looks for."""
 
     think_end: int
+    call: int | None
+    """Begins the markup of tool calls, which ends the reasoning too; None: no tools in this request."""
     shown: frozenset[int]
     """Shown to the parser, however special."""
 
@@ -93,6 +95,7 @@ class DeepseekAnswer:
         self._detokenizer = Detokenizer(vocabulary, skip_special=False, silent=hidden | rules.silent, continues=True)
         self._processor = processor
         self._think_end = marks.think_end
+        self._call = marks.call
         self._is_reasoning = starts_in_reasoning
         self._scanner = StopScanner(rules.stops) if rules.stops else None
         self._min_tokens = rules.min_tokens
@@ -196,8 +199,9 @@ class DeepseekAnswer:
         )
 
     def _reasoned(self, ids: tuple[int, ...]) -> int:
-        """Return how many of the next ids belong to the reasoning."""
-        if self._think_end not in ids:
-            return len(ids)
-        self._is_reasoning = False
-        return ids.index(self._think_end) + 1
+        """Return how many of the next ids belong to the reasoning, which the closing mark ends, or a tool call."""
+        for at, token in enumerate(ids):
+            if token in (self._think_end, self._call):
+                self._is_reasoning = False
+                return at + 1 if token == self._think_end else at
+        return len(ids)

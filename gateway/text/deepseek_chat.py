@@ -6,7 +6,7 @@ images as placeholders and pixels. How answers are read is `gateway.text.deepsee
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -101,6 +101,7 @@ class DeepseekChat:
         names = (_Kind.ThinkingStart, _Kind.ThinkingEnd, _Kind.Dsml)
         self._marks = Marks(
             think_end=added[_Kind.ThinkingEnd.default_str()],
+            call=added.get(_Kind.Dsml.default_str()),
             shown=frozenset(added[kind.default_str()] for kind in names if kind.default_str() in added),
         )
 
@@ -118,7 +119,7 @@ class DeepseekChat:
             token_ids=ids,
             images=placed,
             reasons=request.conversation.thinking_mode,
-            marks=self._marks,
+            marks=self._marks if request.parsing_options.parse_tool_calls else replace(self._marks, call=None),
             request=request,
             tokenizer=self._tokenizer,
         )

@@ -21,15 +21,7 @@ from core.request import MmItem
 from gateway.text.chat import ImagePart
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_BROKEN = (
-    UnidentifiedImageError,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,  # where warnings are errors
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-)
+_BROKEN = (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError)
 """What Pillow raises for files that are no images, or broken ones."""
 _GREY = (127, 127, 127)
 _LOW_DETAIL_SIDE = 512
@@ -70,6 +62,9 @@ def load_image(part: ImagePart, rules: ImageRules, limits: ImageLimits) -> MmIte
     data = decode_url(part)
     try:
         return _load(data, part, rules, limits)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # The second only where warnings are errors.
+        raise BadRequest(f"`{part.where}` has too many pixels: {error}", param=part.where) from error
     except _BROKEN as error:
         raise BadRequest(
             f"`{part.where}` is not an image that can be read; send PNG, JPEG, WebP or GIF", param=part.where
