@@ -13,6 +13,7 @@ from engine.barrier import SoloBarrier
 from engine.cache.kv_memory import KVMemory, anonymous_buffers
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.factory import drafts_of
 from engine.loop import StepLoop
 from engine.models.builtin import prepare_builtin
 from engine.models.registry import load_model
@@ -33,10 +34,11 @@ def model_of(name):
 class ModelRig:
     """Engine, model runner and loop; use as a context manager so that the executor thread ends."""
 
-    def __init__(self, name, **settings):
+    def __init__(self, name, *, model=None, **settings):
+        """`model`: run this one instead of the built-in model's own."""
         settings = {"page_tokens": 8, "num_pages": 64, "num_rows": 8, "chunk_tokens": 32, **settings}
         self.config = EngineConfig(**settings)
-        self.model = model_of(name)
+        self.model = model or model_of(name)
         self.layout = self.model.kv_layout(self.config.num_pages, self.config.num_rows, self.config.page_tokens)
         self.buffers = anonymous_buffers(self.layout)
         self.memory = KVMemory(self.layout, self.buffers)
@@ -46,6 +48,7 @@ class ModelRig:
             layout=self.layout,
             hasher=hasher_of(self.config),
             clock=ManualClock(1.0),
+            num_drafts=drafts_of(self.model, self.config.speculation),
         )
         self.runner = ModelRunner(self.model, self.memory, self.config, self.engine.capacity.max_pages)
         self.sink = Collector()
@@ -121,9 +124,7 @@ def hand_over(source, target, request):
     assert source.engine.epochs_unchanged(there)
     source.engine.release(there)
     source.run()
-    target.engine.commit(
-        seq, done.first_tokens, done.logprobs, done.finish, done.num_cached_tokens, floors=done.floors
-    )
+    target.engine.commit(seq, done.first_tokens, done.logprobs, done.finish, done.num_cached_tokens, floors=done.floors)
     target.sink.tokens[seq] = list(done.first_tokens)
     target.sink.first_position[seq] = request.num_output_tokens
     return seq
