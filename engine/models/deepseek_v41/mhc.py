@@ -37,26 +37,27 @@ class StreamMixer:
         self._config = config
         self._norm_eps = norm_eps
         self._arithmetic = arithmetic
+        hc = config.mult
+        self._scale = weights.scale.repeat_interleave(torch.tensor([hc, hc, hc * hc], device=weights.scale.device))
 
     def forward(self, streams: torch.Tensor) -> Coefficients:
         """Map [t, hc, d]; one root-mean-square statistic over all streams of a row."""
-        hc, eps, scale = self._config.mult, self._config.eps, self._weights.scale
+        hc, eps = self._config.mult, self._config.eps
         flat = streams.flatten(1)
         z = self._arithmetic.linear(flat, self._weights.fn) * inverse_rms(flat, self._norm_eps)
-        base = self._weights.base
-        pre = torch.sigmoid(z[:, :hc] * scale[0] + base[:hc]) + eps
-        post = 2 * torch.sigmoid(z[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
-        comb = (z[:, 2 * hc :] * scale[2] + base[2 * hc :]).view(-1, hc, hc)
-        return Coefficients(pre, post, doubly_stochastic(comb, self._config.sinkhorn_iters, eps))
+        z = z * self._scale + self._weights.base
+        pre, post = torch.sigmoid(z[:, : 2 * hc]).chunk(2, 1)
+        comb = doubly_stochastic(z[:, 2 * hc :].view(-1, hc, hc), self._config.sinkhorn_iters, eps)
+        return Coefficients(pre + eps, 2 * post, comb)
 
 
 def doubly_stochastic(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Return [t, hc, hc] with rows and columns summing to about one (Sinkhorn; the first round has no row step)."""
-    comb = logits.softmax(-1) + eps
-    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    comb = logits.softmax(-1).add_(eps)
+    comb.div_(comb.sum(1, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + eps)
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
+        comb.div_(comb.sum(2, keepdim=True).add_(eps))
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
     return comb
 
 
@@ -86,7 +87,7 @@ def expand(y: torch.Tensor, streams: torch.Tensor, coefficients: Coefficients) -
     # Written as a sum of hc products: a batched matrix product would round differently for other numbers of rows.
     mixed = coefficients.post[:, :, None] * y[:, None, :]
     for j in range(streams.shape[1]):
-        mixed = mixed + coefficients.comb[:, j, :, None] * streams[:, j, None, :]
+        mixed += coefficients.comb[:, j, :, None] * streams[:, j, None, :]
     return mixed
 
 
