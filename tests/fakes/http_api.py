@@ -56,9 +56,15 @@ def speaker(tokenizer: Tokenizer, text: str = ANSWER, **options) -> ScriptedGene
     return ScriptedGenerator(obedient([*tokenizer.encode_prompt(text), 2], **options))
 
 
-async def call_api(tokenizer: Tokenizer, generator: ScriptedGenerator, call: Call, **limits) -> Call:
+async def call_api(
+    tokenizer: Tokenizer,
+    generator: ScriptedGenerator,
+    call: Call,
+    chat_format: ChatFormat | None = None,
+    **limits,
+) -> Call:
     """Answer one call in memory."""
-    api, _ = build_api(generator, tokenizer, ApiConfig(**limits))
+    api, _ = build_api(generator, tokenizer, ApiConfig(**limits), chat_format=chat_format)
     return await call.run(api)
 
 
