@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from core.errors import CheckpointError
-from engine.models.manifest import read_manifest
+from engine.models.manifest import Manifest, read_manifest
 from engine.models.model import Model
 
 _LOADERS = {
@@ -36,9 +36,16 @@ def load_model(
 
     `name` is what clients call it (default: the manifest's, else the directory's); `dtype` one of f32, f64, bf16
     (default: the checkpoint's); `mode` how a model that can replay deals with windows (default: the model's own). With
-    `verify`, file checksums are compared first. Raises `CheckpointError`.
+    `verify`, file checksums are compared too. Raises `CheckpointError`.
     """
-    manifest = read_manifest(directory, verify=verify)
+    model = _load(directory, read_manifest(directory, verify=False), name, dtype, mode)
+    if verify:
+        # After loading, whose errors name the tensor that is wrong and not only its file.
+        read_manifest(directory, verify=True)
+    return model
+
+
+def _load(directory: Path, manifest: Manifest, name: str | None, dtype: str | None, mode: str | None) -> Model:
     path = directory / "config.json"
     try:
         config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from core.errors import CheckpointError
 from engine.models.deepseek_v41.checkpoint import PublishedCheckpoint
 from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.engram_hash import hash_primes
 from engine.models.deepseek_v41.inventory import inventory
 from engine.models.deepseek_v41.layer_map import LayerPlan
 from engine.models.deepseek_v41.tensors import Tensors, TensorSource
@@ -40,6 +41,7 @@ def open_checkpoint(directory: Path, config: V41Config, *, verify: bool = True) 
 
     Whether experts have four or eight bits is decided by their tensors. V4's next-token layers may be there or not.
     """
+    _check_tables(config)
     checkpoint = PublishedCheckpoint(directory, verify=verify)
     found = checkpoint.dtype_of(_FIRST_EXPERT)
     if found is not None:
@@ -57,6 +59,15 @@ def load_weights(directory: Path, config: V41Config, dtype: torch.dtype, *, veri
 def read_weights(source: TensorSource, config: V41Config, dtype: torch.dtype) -> Weights:
     """Return the text model of a source that has the tensors of the configuration's inventory."""
     return _Reader(Tensors(source, dtype, config.quant.block), config).weights()
+
+
+def _check_tables(config: V41Config) -> None:
+    """Refuse tables that have other rows than the hash can name."""
+    if config.engram is None:
+        return
+    rows = tuple(sum(primes) for primes in hash_primes(config.engram))
+    if rows != config.engram.num_rows:
+        raise CheckpointError(f"engram_num_embeddings is {list(config.engram.num_rows)}, the hash needs {list(rows)}")
 
 
 class _Reader:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import CheckpointError
 from engine.models.deepseek_v41.checkpoint import INDEX, PublishedCheckpoint
+from engine.models.deepseek_v41.engram_hash import hash_primes
 from engine.models.deepseek_v41.exporter import export, readable, write_shards
 from engine.models.deepseek_v41.inventory import inventory
 from engine.models.deepseek_v41.loader import load_weights, open_checkpoint, read_weights
@@ -16,7 +17,9 @@ from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.presets import tiny_config
 from engine.models.deepseek_v41.publish import published
 from engine.models.deepseek_v41.random_weights import random_weights
-from tests.fakes.deepseek_configs import v4_flash_config
+from engine.models.manifest import write_manifest
+from engine.models.registry import load_model
+from tests.fakes.deepseek_configs import v4_flash_config, v41_flash_config
 
 torch.set_num_threads(1)
 
@@ -303,3 +306,27 @@ def test_experts_outside_the_model_are_refused_in_a_table_of_token_ids(tmp_path)
 
     with pytest.raises(CheckpointError, match=r"tensor layers\.1\.ffn\.gate\.tid2eid names experts outside 0\.\.3"):
         read_weights(Source(), v4, torch.float32)
+
+
+def test_tables_of_another_height_than_the_hash_needs_are_refused(made):
+    raw = small_config()
+    raw["text_config"] |= {"engram_num_embeddings": [6127]}
+    with pytest.raises(CheckpointError, match=r"engram_num_embeddings is \[6127\], the hash needs \[6126\]"):
+        open_checkpoint(made, parse_config(raw))
+
+
+def test_the_heights_of_the_real_tables_are_what_the_hash_needs():
+    engram = parse_config(v41_flash_config()).engram
+    assert tuple(sum(primes) for primes in hash_primes(engram)) == engram.num_rows
+
+
+def test_the_registry_names_the_damaged_tensor(copy):
+    write_manifest(copy, "damaged")
+    path = shard_of(copy, NAME)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="truncated: tensor "):
+        load_model(copy)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="tensor .* is corrupted: its checksum differs"):
+        load_model(copy)
