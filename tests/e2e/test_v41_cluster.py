@@ -1,0 +1,131 @@
+"""DeepSeek-V4.1's chat format through whole clusters: tool calls on the scripted model, images on the tiny one."""
+
+import json
+
+import openai
+import pytest
+
+from engine.models.scripted_v41 import (
+    GREETING,
+    GREETING_ANSWER,
+    GREETING_REASONING,
+    NAME,
+    WEATHER_ANSWER,
+    WEATHER_QUESTION,
+    WEATHER_REASONING,
+    WEATHER_RESULT,
+)
+from tests.fakes.audit import held_pages
+from tests.fakes.deepseek import ARGUMENTS, WEATHER
+from tests.fakes.live_cluster import running_cluster, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    audit = ("--set", "all:engine.audit_every_steps=1")
+    with running_cluster(tmp_path_factory.mktemp("scripted"), *audit, model=NAME) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with openai.OpenAI(base_url=cluster.base_url + "/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model=NAME, messages=messages, temperature=0, **more)
+
+
+def greeting():
+    return [{"role": "user", "content": GREETING}]
+
+
+def summed(stream):
+    """(reasoning, text, calls by index as [id, name, arguments], finish reason) of a stream."""
+    reasoning, text, calls, finish = "", "", {}, None
+    for chunk in stream:
+        for choice in chunk.choices:
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for part in choice.delta.tool_calls or []:
+                known = calls.setdefault(part.index, ["", "", ""])
+                known[0] += part.id or ""
+                known[1] += part.function.name or ""
+                known[2] += part.function.arguments or ""
+    return reasoning, text, calls, finish
+
+
+def test_reasoning_is_split_off_and_counted(client):
+    answer = ask(client, greeting())
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == (GREETING_REASONING, GREETING_ANSWER)
+    assert answer.choices[0].finish_reason == "stop"
+    # One token per byte, the closing mark, and the end.
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(GREETING_REASONING) + 1
+    assert answer.usage.completion_tokens == len(GREETING_REASONING) + 1 + len(GREETING_ANSWER) + 1
+    assert summed(ask(client, greeting(), stream=True)) == (GREETING_REASONING, GREETING_ANSWER, {}, "stop")
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"reasoning_effort": "none"},
+        {"extra_body": {"thinking": {"type": "disabled"}}},
+        {"extra_body": {"chat_template_kwargs": {"thinking": False}}},
+    ],
+    ids=str,
+)
+def test_thinking_can_be_switched_off(client, off):
+    answer = ask(client, greeting(), **off)
+    assert answer.choices[0].message.content == GREETING_ANSWER
+    assert getattr(answer.choices[0].message, "reasoning_content", None) is None
+    assert answer.usage.completion_tokens == len(GREETING_ANSWER) + 1
+
+
+def test_a_tool_call_makes_the_round_trip(client):
+    messages = [{"role": "user", "content": WEATHER_QUESTION}]
+    first = ask(client, messages, tools=[WEATHER])
+    assert first.choices[0].finish_reason == "tool_calls"
+    message = first.choices[0].message
+    assert message.reasoning_content == WEATHER_REASONING
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": WEATHER_RESULT}]
+    second = ask(client, messages, tools=[WEATHER])
+    assert second.choices[0].message.content == WEATHER_ANSWER
+    assert second.choices[0].finish_reason == "stop"
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_a_streamed_tool_call_is_the_whole_one(client):
+    messages = [{"role": "user", "content": WEATHER_QUESTION}]
+    reasoning, text, calls, finish = summed(ask(client, messages, tools=[WEATHER], stream=True))
+    assert (reasoning, text, finish) == (WEATHER_REASONING, "", "tool_calls")
+    ((_, (call_id, name, arguments)),) = calls.items()
+    assert call_id.startswith("call_")
+    assert name == "get_weather"
+    assert json.loads(arguments) == ARGUMENTS
+
+
+def test_several_choices_call_each_for_itself(client):
+    messages = [{"role": "user", "content": WEATHER_QUESTION}]
+    answer = ask(client, messages, tools=[WEATHER], n=3)
+    calls = [choice.message.tool_calls[0] for choice in answer.choices]
+    assert {call.function.arguments for call in calls} == {calls[0].function.arguments}
+    assert len({call.id for call in calls}) == 3
+
+
+def test_a_model_without_an_image_encoder_says_so(client):
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    with pytest.raises(openai.BadRequestError, match="takes no images"):
+        ask(client, [{"role": "user", "content": content}])
+
+
+def test_nothing_is_held_afterwards(cluster, client):
+    ask(client, greeting())
+    wait_for(lambda: held_pages(cluster) == 0, 10, "pages are still held")
