@@ -11,6 +11,7 @@ from core.hashing import PageHasher, image_pages
 from core.ids import PageHash
 from core.request import Floors, GenerateRequest
 from engine.cache.hit import ReuseRule
+from engine.cache.plain_names import PlainNames
 from engine.cache.prefix_tree import PrefixTree
 from engine.sequence import I32, Sequence
 from engine.stage import Prefix
@@ -21,12 +22,15 @@ Hits = tuple[int, ...]
 class Chains:
     """Hashes of all sequences of one engine, under one reuse rule."""
 
-    def __init__(self, rule: ReuseRule, hasher: PageHasher, tree: PrefixTree, *, caches: bool) -> None:
+    def __init__(
+        self, rule: ReuseRule, hasher: PageHasher, tree: PrefixTree, names: PlainNames, *, caches: bool
+    ) -> None:
         self.rule = rule
         self.caches = caches
         """False: nothing is ever reused, and nobody hashes."""
         self._hasher = hasher
         self._tree = tree
+        self._names = names
         self._size = hasher.page_tokens
 
     # Floors.
@@ -86,6 +90,13 @@ class Chains:
         if num_pages > have:
             hits = seq.floors.hits if seq.floors is not None else ()
             self._grow(seq, hits, seq.hashes, tokens, num_pages)
+
+    def name(self, seq: Sequence, tokens: I32, num_pages: int) -> None:
+        """The sequence's first pages are about to be published: say what pages of these tokens are called."""
+        if seq.floors is not None and seq.floors.hits:
+            first = seq.floors.hits[0] // self._size
+            plain = self._chain(seq, (), tokens, num_pages)
+            self._names.introduce(seq.hashes[first:num_pages], plain[first:num_pages])
 
     def _chain(self, seq: Sequence, hits: Hits, tokens: I32, num_pages: int) -> list[PageHash]:
         """Return at least `num_pages` hashes behind `hits`; kept with the sequence, whose tokens only grow."""

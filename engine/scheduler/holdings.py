@@ -16,6 +16,7 @@ from core.request import GenerateRequest
 from engine.cache.events import EventRecorder
 from engine.cache.hit import ReuseKind, only_nothing
 from engine.cache.page_pool import PagePool
+from engine.cache.plain_names import PlainNames
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.receipt import HeldRow
 from engine.cache.tier import TierPort
@@ -61,13 +62,14 @@ class Holdings:
         self.reuses_pages = config.prefix_cache and rule.kind is not ReuseKind.NONE
         self.recorder = EventRecorder()
         self.pool = PagePool(config.num_pages, config.page_tokens)
+        names = PlainNames(self.recorder)
         self.tree = PrefixTree(
             self.pool,
-            recorder=self.recorder,
+            recorder=names if rule.replays else self.recorder,
             tier=tier,
             legality=rule.legality if self.reuses_pages else only_nothing,
         )
-        self.chains = Chains(rule, hasher, self.tree, caches=self.reuses_pages)
+        self.chains = Chains(rule, hasher, self.tree, names, caches=self.reuses_pages)
         # One token more than KV can hold: the last one is chosen and never written.
         longest = min(facts.max_positions, capacity.max_pages * config.page_tokens + 1)
         self.rows = RowTable(config.num_rows, capacity.max_pages, longest)
@@ -238,6 +240,7 @@ class Holdings:
         if not self.reuses_pages or seq.receipt is None or full <= seq.receipt.num_pages:
             return
         self.chains.extend(seq, rows.tokens[row], full)
+        self.chains.name(seq, rows.tokens[row], full)
         own = rows.pages(row, end=full)
         published = self.tree.publish(seq.id, seq.hashes[:full], own, seq.receipt)
         seq.receipt = published.receipt

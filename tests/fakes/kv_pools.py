@@ -14,7 +14,7 @@ from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.ids import Incarnation, RequestId, fresh_incarnation
 from core.kv import Component, ComponentKind, KVLayout, PageRef
-from core.request import GenerateRequest, SamplingParams, StopRules
+from core.request import NO_FLOORS, GenerateRequest, SamplingParams, StopRules
 from kv_transfer.memory import RegionMemory, allocate, region_view
 
 PAGE_TOKENS = 16
@@ -136,6 +136,8 @@ class FakeSourceHost:
         self.stopped: list[int] = []
         self.refuse: TandemError | None = None
         self.keep_events_before_return = False
+        self.floors = NO_FLOORS
+        """What prompts are said to be computed with."""
         self._next = 1
         self._rows = 0
 
@@ -170,7 +172,7 @@ class FakeSourceHost:
         start, prefill.done = prefill.done, upto
         first, last = start // PAGE_TOKENS, -(-upto // PAGE_TOKENS)
         refs = tuple(PageRef(p, self.pool.epochs[p]) for p in prefill.pages[first:last])
-        self.source.chunk_final(prefill.seq, start, upto, refs)
+        self.source.chunk_final(prefill.seq, start, upto, refs, self.floors.hits)
 
     def finish(self, prefill: Prefill, finish: str = "") -> None:
         """Fill the row and tell the source that the prompt is done."""
@@ -186,6 +188,7 @@ class FakeSourceHost:
             finish=finish,
             row=prefill.row,
             row_generation=1,
+            floors=self.floors,
         )
 
     async def run(self, chunk_tokens: int = 64) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from core.errors import WorkerLost
 from core.handover import TokenLogprobs
-from core.request import GenerateRequest
+from core.request import Floors, GenerateRequest
 from core.stream import (
     AbortRequest,
     Ack,
@@ -304,6 +304,7 @@ class SimDecode:
                 num_cached_tokens=cached if cached >= 0 else 5,
                 prefill_worker=request.prefill,
                 bytes_pulled=pulled,
+                floors=request.request.floors or Floors(encoder_floor=1, decoder_floor=2, hits=(2,)),
             ),
         )
 

@@ -38,10 +38,11 @@ def the_keep_length_counts_outputs(patch):
 
 
 def one_row_less_is_replayed(patch):
-    patch.setattr(
-        holdings_module, "next_stage",
-        lambda *args: (lambda s: replace(s, start=s.start + (s.floor > 0)))(next_stage(*args)),
-    )  # fmt: skip
+    def later(rule, hits, held, goal):
+        stage = next_stage(rule, hits, held, goal)
+        return replace(stage, start=stage.start + (stage.floor > 0))
+
+    patch.setattr(holdings_module, "next_stage", later)
 
 
 def pages_behind_a_hit_have_plain_hashes(patch):

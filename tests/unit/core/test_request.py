@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from core.errors import BadRequest, NeverFits
-from core.request import GenerateRequest, SamplingParams, StopRules, check_request
+from core.request import Floors, GenerateRequest, SamplingParams, StopRules, check_request, with_floors
 
 
 def request(tokens=(1, 2, 3), prompt=None, **changes):
@@ -56,3 +56,22 @@ def test_sampling_out_of_bounds_is_not_decoded(wrong):
 def test_an_unknown_sampling_field_is_not_decoded():
     with pytest.raises(msgspec.ValidationError, match="beams"):
         msgspec.convert({"beams": 2}, SamplingParams)
+
+
+@pytest.mark.parametrize(
+    "floors",
+    [
+        Floors(),
+        Floors(encoder_floor=0, decoder_floor=7, hits=()),
+        Floors(encoder_floor=4, decoder_floor=7, hits=(8,)),
+        Floors(encoder_floor=12, decoder_floor=7, hits=(4, 8, 16)),
+    ],
+)
+def test_floors_travel_in_a_request(floors):
+    assert with_floors(request(), floors).floors == floors
+
+
+def test_a_request_has_no_floors_before_an_attempt_chose_them():
+    assert request().floors is None
+    assert with_floors(request(), None) == request()
+    assert request(encoder_floor=0, decoder_floor=0, floor_hit_tokens=-1).floors is None

@@ -6,6 +6,7 @@ import pytest
 
 from core.errors import InvariantError
 from core.ids import Handle, Incarnation
+from core.request import Floors
 from decode_worker.requests import Phase, Request
 from decode_worker.streams import GatewayStream, StreamConfig
 from kv_transfer.api import FirstTokens
@@ -49,6 +50,13 @@ def test_what_is_computed_here_after_final_contains_the_token_that_was_sent_on()
     assert request.continued().num_prompt_tokens == 3
     assert request.continued().num_cached_tokens == 2
     assert request.num_output_tokens == 1
+
+
+def test_what_is_computed_here_after_final_is_computed_with_the_sources_floors():
+    request = new_request()
+    floors = Floors(encoder_floor=2, decoder_floor=1, hits=(2,))
+    request.first = FirstTokens(tokens=(7,), logprobs=(), num_cached_tokens=2, finish="", floors=floors)
+    assert request.continued().floors == floors
 
 
 def test_a_resumed_request_reports_the_first_attempts_cached_tokens():

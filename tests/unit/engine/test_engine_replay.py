@@ -5,9 +5,10 @@ import random
 import pytest
 
 from core.errors import BadRequest, ConfigError, TransferFailed
+from core.hashing import event_hash
 from core.request import NO_FLOORS, Floors, with_floors
 from engine.cache.hit import ReuseKind, ReuseRule
-from tests.fakes.engine_rig import request_of
+from tests.fakes.engine_rig import hasher_of, request_of
 from tests.fakes.replay_rig import FAR, ReplayRig, hand_over
 from tests.fakes.replay_runner import RULE, replay_text
 
@@ -134,6 +135,24 @@ def test_two_histories_of_one_prompt_keep_their_pages_apart():
     seq = rig.engine.submit(again, FAR)
     rig.run()
     assert rig.sink.tokens[seq] == rig.truth(LONGER[:50], 8, near)
+
+
+def test_those_who_route_find_pages_behind_a_hit_by_their_tokens_alone():
+    rig = ReplayRig()
+    rig.ask(PROMPT, 3)
+    rig.ask(LONGER, 4)
+    known = set()
+    for event in rig.sink.kv_events:
+        assert event.kind == "stored"
+        assert not set(event.hashes) & known
+        known.update(event.hashes)
+    hasher = hasher_of(rig.config)
+    assert {event_hash(page) for page in hasher.extend(hasher.root(), LONGER)} <= known
+    rig.holdings.pool.free(rig.holdings.tree.evict(100), rig.holdings.launched)
+    rig.submit([1], 1)
+    rig.run()
+    gone = [name for event in rig.sink.kv_events if event.kind == "removed" for name in event.hashes]
+    assert sorted(gone) == sorted(known)
 
 
 # Exactness.

@@ -4,7 +4,7 @@ from contextlib import aclosing
 import pytest
 
 from core.errors import BadRequest, DeadlineExceeded, NeverFits, NoCapacity, NoWorker, UnknownModel, WorkerLost
-from core.request import FinishReason, SamplingParams
+from core.request import FinishReason, Floors, SamplingParams
 from core.worker import Role
 from gateway.admission import Limits
 from gateway.attempt import RetryRules
@@ -61,6 +61,7 @@ async def test_a_worker_that_dies_mid_stream_is_resumed_elsewhere_without_repeat
         assert resumed[0].token_ids == (*ASKED.token_ids, *ANSWER[:3])
         assert resumed[0].num_prompt_tokens == 3
         assert resumed[0].num_cached_tokens == 5
+        assert resumed[0].floors == Floors(encoder_floor=1, decoder_floor=2, hits=(2,)), "as the first attempt said"
         assert resumed[0].stop.max_tokens == 8
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from core.errors import TransferFailed
 from core.handover import TokenLogprobs
 from core.ids import PageHash, RequestId
-from core.request import FinishReason, StopRules
+from core.request import FinishReason, Floors, StopRules
 from gateway.resume import Output, build_request, finish_of
 from tests.fakes.sim_gateway import prompt
 
@@ -97,3 +97,20 @@ def test_a_continued_request_keeps_prompt_and_output_apart():
     assert (built.attempt, built.num_cached_tokens, built.timeout_s) == (2, 16, 3.0)
     assert (built.tenant, built.cache_salt, built.priority) == ("t", "s", 4)
     assert built.sampling == asked.sampling
+    assert built.floors is None
+
+
+def test_a_continued_request_carries_the_first_attempts_floors():
+    floors = Floors(encoder_floor=4, decoder_floor=9, hits=(8, 12))
+    built = build_request(
+        prompt(tokens=range(20)),
+        request_id=RequestId("r"),
+        attempt=1,
+        output=Output(),
+        page_hashes=(),
+        timeout_s=1.0,
+        num_cached_tokens=12,
+        floors=floors,
+    )
+    assert built.floors == floors
+    assert (built.encoder_floor, built.floor_hit_tokens, built.floor_earlier_hits) == (4, 12, (8,))

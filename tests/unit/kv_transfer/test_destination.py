@@ -22,6 +22,7 @@ from core.errors import (
 )
 from core.handover import Stale
 from core.ids import fresh_incarnation
+from core.request import Floors, with_floors
 from kv_transfer.exchange import Exchange
 from kv_transfer.reader import Reader
 from tests.fakes.kv_pair import ADDRESS, open_pair, quick
@@ -64,6 +65,33 @@ async def until(condition):
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+async def test_a_source_behind_a_shorter_hit_sends_what_our_prefix_has_of_another_kind(transport, directory):
+    async with open_pair(transport, directory) as pair:
+        pair.source_host.floors = Floors(encoder_floor=16, decoder_floor=60, hits=(32,))
+        request = make_request(100)
+        pulled = await pair.pull(request, prefix_tokens=64)
+        pair.host.assert_landed(1, request, row=1, first_page=2)
+        assert pulled.first.floors == pair.source_host.floors
+        assert pair.firsts[0].floors == pair.source_host.floors
+
+
+@pytest.mark.parametrize("prefix", [16, 32])
+async def test_a_prefix_that_lies_before_the_sources_hit_is_not_sent(prefix, transport, directory):
+    async with open_pair(transport, directory) as pair:
+        pair.source_host.floors = Floors(encoder_floor=16, decoder_floor=60, hits=(32, 48))
+        request = make_request(100)
+        await pair.pull(request, prefix_tokens=prefix)
+        pair.host.assert_landed(1, request, row=1, first_page=prefix // 16)
+
+
+async def test_a_request_with_fixed_floors_keeps_its_whole_prefix(transport, directory):
+    async with open_pair(transport, directory) as pair:
+        pair.source_host.floors = Floors(encoder_floor=16, decoder_floor=60, hits=(32,))
+        request = with_floors(make_request(100), pair.source_host.floors)
+        await pair.pull(request, prefix_tokens=64)
+        pair.host.assert_landed(1, request, row=1, first_page=4)
 
 
 async def test_a_pull_brings_every_page_and_the_row(transport, directory):
