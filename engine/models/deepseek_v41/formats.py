@@ -57,6 +57,4 @@ def e8m0_ceil(values: torch.Tensor) -> torch.Tensor:
 
 def e8m0_decode(codes: torch.Tensor) -> torch.Tensor:
     """Return float32 values 2^(code - 127) of e8m0 codes; 255 is NaN."""
-    bits = codes.to(torch.int32) << 23
-    bits = torch.where(codes == 0, 0x400000, torch.where(codes == 255, 0x7FC00000, bits))
-    return bits.to(torch.int32).view(torch.float32)
+    return codes.view(torch.float8_e8m0fnu).float()
