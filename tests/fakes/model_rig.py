@@ -25,10 +25,11 @@ FAR = 1e9
 
 @functools.cache
 def model_of(name):
-    """A built-in model, loaded once per process."""
+    """A built-in model, loaded once per process; "name:dtype:mode" asks for more than its defaults."""
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="tandem-models-")
-    return load_model(prepare_builtin(name, Path(folder)))
+    name, dtype, mode = (*name.split(":"), "", "")[:3]
+    return load_model(prepare_builtin(name, Path(folder)), dtype=dtype or None, mode=mode or None)
 
 
 class ModelRig:
