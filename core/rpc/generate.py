@@ -5,10 +5,11 @@ Replay, merging and re-attachment are the service's and the gateway's business; 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol
 
 from grpc import aio
+from msgspec import structs
 
 from core.aio import within
 from core.errors import BadRequest, WorkerLost
@@ -20,9 +21,10 @@ from core.rpc.convert.stream import (
     step_frame_to_proto,
 )
 from core.rpc.duplex import ACCEPTED_KEY, Duplex
+from core.rpc.pixels import PixelParts, take_apart
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer, write
-from core.stream import FromGateway, StepFrame, StreamHello
+from core.stream import AbortRequest, FromGateway, StepFrame, StreamHello, Submit
 from tandem.v1 import generate_pb2 as pb
 from tandem.v1 import generate_pb2_grpc
 
@@ -90,10 +92,21 @@ class _ServedStream:
     async def frames(self) -> AsyncIterator[FromGateway]:
         async with self._writing:
             await self._accept()
+        pixels = PixelParts()
         async for message in self._requests:
+            if message.HasField("part"):
+                pixels.add(message.part)
+                continue
             frame = gateway_frame_from_proto(message)
-            if isinstance(frame, StreamHello):
-                raise BadRequest("a stream has only one hello")
+            match frame:
+                case StreamHello():
+                    raise BadRequest("a stream has only one hello")
+                case Submit():
+                    frame = structs.replace(frame, request=pixels.put_together(str(frame.handle), frame.request))
+                case AbortRequest():
+                    pixels.drop(str(frame.handle))
+                case _:
+                    pass
             yield frame
 
     async def send(self, frame: StepFrame) -> None:
@@ -115,12 +128,14 @@ class DecodeStream:
         self._duplex = duplex
 
     def post(self, frame: FromGateway) -> None:
-        """Queue a frame without waiting: for aborts and acks. Raises `WorkerLost` or `NoCapacity`."""
-        self._duplex.post(gateway_frame_to_proto(frame))
+        """Queue a frame without waiting. Raises `WorkerLost` or `NoCapacity`."""
+        for message in _messages(frame):
+            self._duplex.post(message)
 
     async def send(self, frame: FromGateway) -> None:
         """Queue a frame, waiting for room. Raises `WorkerLost`. Cancelling one sender harms no other."""
-        await self._duplex.send(gateway_frame_to_proto(frame))
+        for message in _messages(frame):
+            await self._duplex.send(message)
 
     async def frames(self) -> AsyncIterator[StepFrame]:
         """Yield frames until `close`. Raises `WorkerLost` or the worker's error at any other end of the stream."""
@@ -141,6 +156,16 @@ class DecodeStream:
     async def close(self) -> None:
         """Send what is queued, briefly, then end the stream; idempotent."""
         await self._duplex.close()
+
+
+def _messages(frame: FromGateway) -> Iterator[pb.GatewayFrame]:
+    """Yield a frame's messages: the parts of its pixels if there are many, then itself."""
+    if isinstance(frame, Submit):
+        light, parts = take_apart(str(frame.handle), frame.request)
+        for part in parts:
+            yield pb.GatewayFrame(part=part)
+        frame = structs.replace(frame, request=light)
+    yield gateway_frame_to_proto(frame)
 
 
 class GenerateClient:

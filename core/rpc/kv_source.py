@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from grpc import aio
+from msgspec import structs
 
 from core.aio import Mailbox
 from core.errors import BadRequest, NoCapacity, TandemError, WorkerLost
-from core.handover import FromD, FromP
+from core.handover import Abort, FromD, FromP, Prepare
 from core.rpc.channel import connect
 from core.rpc.convert.handover import (
     from_destination_from_proto,
@@ -21,6 +22,7 @@ from core.rpc.convert.handover import (
     from_source_to_proto,
 )
 from core.rpc.duplex import Duplex
+from core.rpc.pixels import PixelParts, take_apart
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer, write
 from tandem.v1 import kv_source_pb2 as pb
@@ -111,8 +113,20 @@ class _ServedLink:
             self._outbox.close()
 
     async def _read_all(self, link: KvSourceLink) -> None:
+        pixels = PixelParts()
         async for message in self._requests:
-            await link.handle(from_destination_from_proto(message))
+            if message.HasField("part"):
+                pixels.add(message.part)
+                continue
+            told = from_destination_from_proto(message)
+            match told:
+                case Prepare():
+                    told = structs.replace(told, request=pixels.put_together(told.transfer, told.request))
+                case Abort():
+                    pixels.drop(told.transfer)
+                case _:
+                    pass
+            await link.handle(told)
 
     async def _write_all(self) -> None:
         while messages := await self._outbox.get_all():
@@ -154,6 +168,11 @@ class KvSourceClientLink:
         """Queue one message, waiting for room; raises `WorkerLost` (or the source's error) if the link is gone."""
         if self._error is not None:
             raise self._error
+        if isinstance(message, Prepare):
+            light, parts = take_apart(message.transfer, message.request)
+            for part in parts:
+                await self._duplex.send(pb.FromDestination(transfer=message.transfer, part=part))
+            message = structs.replace(message, request=light)
         await self._duplex.send(from_destination_to_proto(message))
 
     async def receive(self) -> FromP:

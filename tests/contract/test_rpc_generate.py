@@ -9,15 +9,18 @@ import time
 from pathlib import Path
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 import uvloop
 
 from core.errors import BadRequest, ConfigError, Draining, TandemError, WorkerLost
 from core.ids import Handle
+from core.request import MmItem
 from core.rpc import generate
 from core.rpc.channel import connect
 from core.rpc.generate import GenerateClient, add_generate
+from core.rpc.pixels import PART_BYTES
 from core.stream import AbortRequest, Ack, Errored, Finished, Started, StepFrame, Submit
 from tandem.v1 import generate_pb2, generate_pb2_grpc
 from tests.fakes.rpc import HANDLE, GenerateProbe, a_hello, a_proof, a_request, serving
@@ -62,6 +65,32 @@ async def test_frames_travel_both_ways_in_order():
             Started(handle=HANDLE, num_cached_tokens=0),
             Finished(handle=HANDLE, reason="stop", num_output_tokens=2),
         )
+        await stream.close()
+
+
+async def test_images_cross_in_parts_of_bounded_size_and_an_abort_forgets_them():
+    pixels = bytes(range(256)) * 3 * 4 * 700
+    item = MmItem(digest=b"d" * 32, start=0, end=3, height=700, width=1024, pixels=pixels)
+    request = msgspec.structs.replace(a_request(), mm_items=(item, item))
+    probe = GenerateProbe()
+    async with probe_server(probe) as address:
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        sizes = []
+        post = stream._duplex.post
+        stream._duplex.post = lambda message: (sizes.append(message.ByteSize()), post(message))[1]
+        stream.post(Submit(handle=HANDLE, request=request))
+        assert await probe.frames.get() == Submit(handle=HANDLE, request=request)
+        assert max(sizes) < 1.01 * PART_BYTES
+        assert len(sizes) == 2 * 3 + 1
+        other = Handle(9)
+        for message in list(generate._messages(Submit(handle=other, request=request)))[:-1]:
+            post(message)
+        abort = AbortRequest(handle=other)
+        stream.post(abort)
+        light = msgspec.structs.replace(request, mm_items=(msgspec.structs.replace(item, pixels=b""),))
+        stream.post(Submit(handle=other, request=light))
+        assert await probe.frames.get() == abort
+        assert await probe.frames.get() == Submit(handle=other, request=light)
         await stream.close()
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from core.errors import ConfigError, NamespaceMismatch, NoCapacity, WorkerLost
 from core.handover import Accept, ChunkReady, Gone, Heartbeat, Hello, HelloReply, Prepare, Release, Released
 from core.ids import Incarnation, LeaseId, TransferId
 from core.kv import PageRef
+from core.request import MmItem
 from core.rpc import kv_source
 from core.rpc.kv_source import KvSourceDialer, add_kv_source
 from tests.fakes.rpc import SourceProbe, a_proof, a_request, serving
@@ -53,6 +55,20 @@ async def test_messages_travel_both_ways_in_order():
             Released(transfer=TRANSFER, valid=True),
         ]
         assert probe.handled == [HELLO, prepare, release]
+        await link.close()
+
+
+async def test_images_cross_to_the_source_whole():
+    pixels = bytes(range(256)) * 3 * 4 * 700
+    item = MmItem(digest=b"d" * 32, start=0, end=3, height=700, width=1024, pixels=pixels)
+    request = msgspec.structs.replace(a_request(), mm_items=(item,) * 5)
+    probe = SourceProbe(lambda message: [Gone(transfer=message.transfer)])
+    async with link_server(probe) as address:
+        link = await KvSourceDialer(a_proof()).dial(address, 3.0)
+        prepare = Prepare(transfer=TRANSFER, request=request, prefix_tokens=0, lease_ttl_s=3.0, digests=False)
+        await link.send(prepare)
+        assert await link.receive() == Gone(transfer=TRANSFER)
+        assert probe.handled == [prepare]
         await link.close()
 
 

@@ -265,6 +265,14 @@ def fields_reached(message, seen=None):
     return seen
 
 
+PARTS = {
+    "tandem.v1.GatewayFrame.part",
+    "tandem.v1.FromDestination.part",
+    *(f"tandem.v1.PixelPart.{name}" for name in ("key", "item", "pixels")),
+}
+"""Written and read by `core.rpc.pixels`, below the conversions."""
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_field_of_the_wire_is_forgotten(name):
     """Some struct of the strategy sets every field: a field that no conversion writes would stay unset for ever."""
@@ -292,7 +300,7 @@ def test_no_field_of_the_wire_is_forgotten(name):
         if not pool.FindMessageTypeByName(full_name).GetOptions().map_entry
         for field in pool.FindMessageTypeByName(full_name).fields
     }
-    assert wanted - written == set()
+    assert wanted - written - PARTS == set()
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int32, np.int64])

@@ -94,7 +94,8 @@ def from_destination_from_proto(message: pb.FromDestination) -> FromD:
             return Abort(transfer=transfer, reason=message.abort.reason)
         case "heartbeat":
             return Heartbeat(transfer=transfer, leases=_leases(message.heartbeat.leases), ttl_s=message.heartbeat.ttl_s)
-        case None:
+        case "part" | None:
+            # Parts are put together before anything is decoded.
             raise BadRequest("the destination sent a message without a known body")
 
 

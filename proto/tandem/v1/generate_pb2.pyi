@@ -170,6 +170,7 @@ class GatewayFrame(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___StreamHello: ...
     @_builtins.property
@@ -180,6 +181,10 @@ class GatewayFrame(_message.Message):
     def place(self) -> Global___Place: ...
     @_builtins.property
     def ack(self) -> Global___Ack: ...
+    @_builtins.property
+    def part(self) -> _types_pb2.PixelPart:
+        """Ahead of the Submit whose handle is its key."""
+
     def __init__(
         self,
         *,
@@ -188,12 +193,13 @@ class GatewayFrame(_message.Message):
         abort: Global___AbortRequest | None = ...,
         place: Global___Place | None = ...,
         ack: Global___Ack | None = ...,
+        part: _types_pb2.PixelPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "place", b"place", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "place", b"place", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "abort", "place", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "abort", "place", "ack", "part"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

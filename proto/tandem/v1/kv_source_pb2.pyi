@@ -171,6 +171,7 @@ class FromDestination(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     transfer: _builtins.str
     @_builtins.property
     def hello(self) -> Global___LinkHello: ...
@@ -182,6 +183,10 @@ class FromDestination(_message.Message):
     def abort(self) -> Global___Abort: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def part(self) -> _types_pb2.PixelPart:
+        """Ahead of the Prepare of the same transfer, which is its key."""
+
     def __init__(
         self,
         *,
@@ -191,12 +196,13 @@ class FromDestination(_message.Message):
         release: Global___Release | None = ...,
         abort: Global___Abort | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        part: _types_pb2.PixelPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "prepare", b"prepare", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "part", b"part", "prepare", b"prepare", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "prepare", b"prepare", "release", b"release", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "part", b"part", "prepare", b"prepare", "release", b"release", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "prepare", "release", "abort", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "prepare", "release", "abort", "heartbeat", "part"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

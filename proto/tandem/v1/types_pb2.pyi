@@ -157,6 +157,35 @@ class MmItem(_message.Message):
 Global___MmItem: _TypeAlias = MmItem  # noqa: Y015
 
 @_typing.final
+class PixelPart(_message.Message):
+    """Part of an image's pixels, sent ahead of the request that it belongs to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ITEM_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Names the request within its stream."""
+    item: _builtins.int
+    """Index in its mm_items."""
+    pixels: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        item: _builtins.int = ...,
+        pixels: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "key", b"key", "pixels", b"pixels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PixelPart: _TypeAlias = PixelPart  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
