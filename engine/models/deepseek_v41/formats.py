@@ -55,6 +55,11 @@ def e8m0_ceil(values: torch.Tensor) -> torch.Tensor:
     return ((bits >> 23) + (bits & _MANTISSA).ne(0)).to(torch.uint8)
 
 
+def power_ceil(values: torch.Tensor) -> torch.Tensor:
+    """Return `e8m0_decode(e8m0_ceil(values))` of a contiguous float32 tensor."""
+    return (values.view(torch.int32) + _MANTISSA).bitwise_and_(~_MANTISSA).view(torch.float32)
+
+
 def e8m0_decode(codes: torch.Tensor) -> torch.Tensor:
     """Return float32 values 2^(code - 127) of e8m0 codes; 255 is NaN."""
     return codes.view(torch.float8_e8m0fnu).float()

@@ -18,6 +18,7 @@ from engine.models.deepseek_v41.formats import (
     e4m3_encode,
     e8m0_ceil,
     e8m0_decode,
+    power_ceil,
 )
 
 _LEAST_Q8, _LEAST_Q4, _LEAST_Q4KV = 1e-4, 6 * 2.0**-126, 6 * 2.0**-9
@@ -40,10 +41,14 @@ class Quantizer(Protocol):
         """Return float32 values [..., n]."""
         ...
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 `decode(*encode(values))`."""
+        ...
+
 
 def fake(quantizer: Quantizer, values: torch.Tensor) -> torch.Tensor:
     """Return what is read back after quantizing, in the dtype of `values`."""
-    return quantizer.decode(*quantizer.encode(values)).to(values.dtype)
+    return quantizer.rounded(values).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,13 @@ class Q8:
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return _scaled(e4m3_decode(codes), e8m0_decode(scales), self.group)
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        # Every input of a quantized linear comes through here: scales stay floats, and elements never become codes.
+        grouped = _grouped(values, self.group)
+        scales = power_ceil(grouped.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_Q8) * (1 / E4M3_MAX))
+        codes = (grouped / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (codes.float() * scales).flatten(-2)
+
 
 @dataclass(frozen=True, slots=True)
 class Q4:
@@ -74,6 +86,9 @@ class Q4:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return _scaled(e2m1_decode(codes), e8m0_decode(scales), self.group)
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return self.decode(*self.encode(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +108,9 @@ class Q4Kv:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return _scaled(e2m1_decode(codes), e4m3_decode(scales), self.group)
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return self.decode(*self.encode(values))
 
 
 def encode_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,3 +117,14 @@ def test_blocks_that_hold_representable_values_come_back_bit_for_bit():
     codes, scales = encode_blocks(draw(64, 64), (32, 32))
     once = decode_blocks(codes, scales, (32, 32))
     assert torch.equal(decode_blocks(*encode_blocks(once, (32, 32)), (32, 32)), once)
+
+
+@pytest.mark.parametrize("quantizer", [Q8(32), Q8(64), Q4(32), Q4Kv(16)])
+def test_rounding_is_decoding_what_was_encoded(quantizer):
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(64, 128, generator=generator) * 2.0 ** torch.randint(-20, 20, (64, 1), generator=generator)
+    values[0] = 0
+    # Group maxima at exact powers of two times the format's largest value.
+    values[1] = 448.0
+    values[2] = 6.0 * 2.0**-4
+    assert torch.equal(quantizer.rounded(values), quantizer.decode(*quantizer.encode(values)))
