@@ -24,6 +24,7 @@ class Facts:
     vocab_size = 97
     eos_token_ids = (EOS,)
     reuse = PAGES
+    images = None
 
     def __init__(self, max_positions=4096):
         self.max_positions = max_positions
@@ -66,6 +67,11 @@ def request_of(prompt, max_tokens, *, outputs=(), name="r", seed=0, **fields):
         stop=StopRules(max_tokens=max_tokens, **{"ignore_eos": True, **stop}),
         **fields,
     )
+
+
+def announced_from(request, prefix_tokens, hits):
+    """Where the source begins to announce, as `kv_transfer.source_transfer` does."""
+    return min(prefix_tokens, hits[0]) if hits and request.floors is None else prefix_tokens
 
 
 class ListInbox:

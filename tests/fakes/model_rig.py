@@ -18,7 +18,7 @@ from engine.loop import StepLoop
 from engine.models.builtin import prepare_builtin
 from engine.models.registry import load_model
 from engine.runner.model_runner import ModelRunner
-from tests.fakes.engine_rig import Collector, ListInbox, hasher_of, request_of
+from tests.fakes.engine_rig import Collector, ListInbox, announced_from, hasher_of, request_of
 
 FAR = 1e9
 
@@ -107,8 +107,10 @@ def hand_over(source, target, request):
     source.run()
     done = source.sink.prefilled[there]
     size = target.config.page_tokens
-    for chunk in source.sink.chunks[there]:
-        start = max(chunk.start, booking.prefix_tokens)
+    chunks = source.sink.chunks[there]
+    due = announced_from(request, booking.prefix_tokens, chunks[0].hits)
+    for chunk in chunks:
+        start = max(chunk.start, due)
         if start >= chunk.end:
             continue
         landed = []

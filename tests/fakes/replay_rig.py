@@ -8,7 +8,7 @@ from engine.cache.page_state import PageState
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import StepLoop
-from tests.fakes.engine_rig import Collector, Facts, ListInbox, hasher_of, layout_of, request_of
+from tests.fakes.engine_rig import Collector, Facts, ListInbox, announced_from, hasher_of, layout_of, request_of
 from tests.fakes.replay_runner import RULE, WINDOW, ReplayRunner, replay_text
 
 FAR = 1e9
@@ -85,11 +85,6 @@ class ReplayRig:
         assert self.holdings.rows.num_used == 0
         assert self.engine.statistics()["sequences"] == 0
         assert self.holdings.promised_pages == 0
-
-
-def announced_from(request, prefix_tokens, hits):
-    """Where the source begins to announce, as `kv_transfer.source_transfer` does."""
-    return min(prefix_tokens, hits[0]) if hits and request.floors is None else prefix_tokens
 
 
 def hand_over(source, target, request, *, spoil=None):
