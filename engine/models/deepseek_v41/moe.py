@@ -1,8 +1,7 @@
 """Mixture of experts: the gate, routed experts with the routing weight inside, and the shared expert.
 
 The routing weight multiplies the inner activation before the second projection, which is quantized: applying it after
-would move the quantizer's scale. Ties of the gate go to the lowest expert number. Results of a row are summed over its
-experts in ascending order. Every function maps each row alone.
+would move the quantizer's scale. Ties of the gate go to the lowest expert number. Every function maps each row alone.
 
 Shape legend: t rows, d hidden, E experts, k chosen per row, I inner width.
 """
@@ -89,19 +88,38 @@ class Moe:
         """Map [t, d] to [t, d]."""
         routes = self._gate.forward(x, tokens)
         entering = self._arithmetic.activation(x)
-        out = torch.zeros_like(x)
-        for expert in routes.experts.unique().tolist():
-            self._add_expert(out, entering, expert, routes)
-        return out + self._shared(entering)
+        routed = self._all_rows if self._arithmetic.fixed_shapes else self._grouped
+        return routed(entering, routes) + self._shared(entering)
 
-    def _add_expert(self, out: torch.Tensor, entering: torch.Tensor, expert: int, routes: Routes) -> None:
-        chosen = routes.experts == expert
-        weight = (routes.weights * chosen).sum(1)
-        # With fixed shapes an expert sees every row: the product's shape must not depend on how others are routed.
-        rows = slice(None) if self._arithmetic.fixed_shapes else chosen.any(1).nonzero()[:, 0]
-        inner = swiglu(self._arithmetic.linear(entering[rows], self._weights.w13[expert]), self._limit)
-        inner = inner * weight[rows, None]
-        out[rows] += self._arithmetic.quantized_linear(inner, self._weights.w2[expert])
+    def _grouped(self, entering: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the routed experts' sum [t, d]: rows are sorted by expert, so that each runs once over its own."""
+        top_k = routes.experts.shape[1]
+        experts, order = routes.experts.flatten().sort(stable=True)
+        hit, counts = experts.unique_consecutive(return_counts=True)
+        parts = list(zip(hit.tolist(), counts.tolist(), strict=True))
+        inner = self._by_expert(entering[order.div(top_k, rounding_mode="floor")], self._weights.w13, parts)
+        inner = swiglu(inner, self._limit) * routes.weights.flatten()[order, None]
+        made = self._by_expert(self._arithmetic.activation(inner), self._weights.w2, parts)
+        each = torch.empty_like(made)
+        each[order] = made
+        return each.unflatten(0, (-1, top_k)).sum(1)
+
+    def _by_expert(self, rows: torch.Tensor, weights: torch.Tensor, parts: list[tuple[int, int]]) -> torch.Tensor:
+        """Apply `weights` [E, out, in] to rows [n, in] that are sorted by expert; `parts`: (expert, rows) in order."""
+        made = [
+            self._arithmetic.linear(own, weights[expert])
+            for own, (expert, _) in zip(rows.split([count for _, count in parts]), parts, strict=True)
+        ]
+        return torch.cat(made)
+
+    def _all_rows(self, entering: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the same with products whose shapes do not depend on how rows are routed: experts see every row."""
+        out = torch.zeros_like(entering)
+        for expert in routes.experts.unique().tolist():
+            weight = (routes.weights * (routes.experts == expert)).sum(1, keepdim=True)
+            inner = swiglu(self._arithmetic.linear(entering, self._weights.w13[expert]), self._limit) * weight
+            out += self._arithmetic.quantized_linear(inner, self._weights.w2[expert])
+        return out
 
     def _shared(self, entering: torch.Tensor) -> torch.Tensor:
         shared = self._weights.shared

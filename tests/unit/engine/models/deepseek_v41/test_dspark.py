@@ -33,7 +33,7 @@ from tests.fakes.v41_reference import (
 
 torch.set_num_threads(1)
 PROMPT = prompt(30)
-OUTPUTS = 24
+OUTPUTS = 18
 WHOLE = ReplayRule()
 
 
@@ -97,7 +97,7 @@ def test_speculative_text_and_state_equal_plain_under_any_schedule(choose, rule)
         """Proposals of the draft model with right tokens mixed in, and a random number of them."""
         proposed = reference.propose(cache, out[-1], rule).tokens[0].tolist()
         wished = expected[len(out) : len(out) + DRAFTS]
-        mixed = [right if pick.random() < 0.7 else other for right, other in zip(wished, proposed, strict=False)]
+        mixed = [right if pick.random() < 0.85 else other for right, other in zip(wished, proposed, strict=False)]
         return mixed[: pick.randint(0, DRAFTS)]
 
     out, cache, accepted = speculative_text(reference, choose, draft, rule)
@@ -164,7 +164,7 @@ def test_a_sequence_shorter_than_a_window_drafts_from_what_there_is():
 
 
 SMALL_VOCABULARY = 16
-TRIALS = 3000
+TRIALS = 1500
 
 
 def small_model():
@@ -240,7 +240,7 @@ def test_chain_rule_tokens_have_the_targets_distribution():
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
     # Whether a second token stands depends on the first one only through its acceptance, so condition on the first.
     two = tokens[count >= 2]
-    assert 200 < len(two) < TRIALS
+    assert 100 < len(two) < TRIALS
     weight = np.bincount(two[:, 0], minlength=size)
     mixture = (weight[:, None] * p_second).sum(0) / len(two)
     statistic, freedom = pearson(np.bincount(two[:, 1], minlength=size), mixture, len(two))
