@@ -101,6 +101,9 @@ class DeepseekAnswer:
         self._min_tokens = rules.min_tokens
         self._call_prefix = rules.call_prefix
         self._num_tokens = 0
+        self._has_text = False
+        self._is_clear = False
+        """The parser holds nothing back, and text passes it as it is: most tokens of most answers need not be parsed."""
         self.num_surplus = 0
         self._collected = _Collected()
         processor.push(recipe.InferenceChunk.ready())
@@ -127,15 +130,25 @@ class DeepseekAnswer:
         return len(delta.token_ids), delta.finish
 
     def _feed(self, text: str) -> None:
-        if text:
-            self._collect(self._processor.push(recipe.InferenceChunk.text(text)))
+        if not text:
+            return
+        # Where no tools are, only marks in angle brackets are no plain text; one that is open is held back.
+        can_pass = self._call is None and "<" not in text
+        if can_pass and self._is_clear:
+            self._take_text(text)
+            return
+        self._has_text = False
+        self._collect(self._processor.push(recipe.InferenceChunk.text(text)))
+        self._is_clear = can_pass and self._has_text
 
     def _end(self, finish: FinishReason, scanner: StopScanner | None) -> FinishReason:
         if scanner is not None and scanner.matched is not None:
             self._processor.close()
             return finish
         self._feed(self._detokenizer.finish())
-        if scanner is None or scanner.matched is None:
+        if self._is_clear:
+            self._processor.close()
+        elif scanner is None or scanner.matched is None:
             self._collect(self._processor.push(recipe.InferenceChunk.finish(_FINISH[finish])))
             self._collect(self._processor.finish())
         if scanner is not None:
@@ -155,6 +168,7 @@ class DeepseekAnswer:
                     found.reasoning += delta.reasoning_content
                 if delta.content:
                     self._take_text(delta.content)
+                    self._has_text = True
                 for call in delta.tool_calls:
                     self._take_call(call)
                 if choice.finish_reason == "tool_calls":
