@@ -68,6 +68,7 @@ class DeepseekModel:
         if config.engram is not None:
             assert token_map is not None
             self._hash = NgramHash(config.engram, token_map)
+        self._maps: dict[int, CacheMap] = {}
         self.executed_rows = [0] * config.num_layers
         """Per layer, rows that ran through its attention and feed-forward so far (model.md 10.5)."""
 
@@ -77,7 +78,10 @@ class DeepseekModel:
 
     def cache_map(self, page_tokens: int) -> CacheMap:
         """Return where everything lies."""
-        return CacheMap(self.config, page_tokens, self._elem)
+        found = self._maps.get(page_tokens)
+        if found is None:
+            found = self._maps[page_tokens] = CacheMap(self.config, page_tokens, self._elem)
+        return found
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, V] for `batch.sample_at`."""
