@@ -17,4 +17,6 @@ ENGINE_METRICS = (
     Exported("engine_cached_tokens", "tandem_cached_tokens_total", "Prompt tokens found in the prefix cache."),
     Exported("engine_recomputed_tokens", "tandem_recomputed_tokens_total", "Tokens computed a second time."),
     Exported("engine_retractions", "tandem_retractions_total", "Sequences that lost their pages for a while."),
+    Exported("engine_drafts_verified", "tandem_drafts_verified_total", "Draft tokens that the model verified."),
+    Exported("engine_drafts_accepted", "tandem_drafts_accepted_total", "Draft tokens that became output."),
 )

@@ -171,19 +171,22 @@ class CountingSink:
         self.tokens += len(events.seqs)
 
 
-def steady(num_rows):
-    """A rig in steady decode: every row produces a token per step and crosses page borders now and then."""
+def steady(num_rows, num_drafts=0):
+    """A rig in steady decode: every row produces tokens each step and crosses page borders now and then."""
+    accepted = lambda seeds, positions: (positions % 2).astype(np.int32)
+    outputs = 150 if not num_drafts else 300
     rig = Rig(
         page_tokens=16,
-        num_pages=num_rows * 12 + 8,
+        num_pages=num_rows * (outputs // 16 + 4) + 8,
         num_rows=num_rows,
         chunk_tokens=8192,
         max_partial_prefills=64,
-        runner=StubRunner(num_rows, mixed_tokens(90)),
+        runner=StubRunner(num_rows, mixed_tokens(90), num_drafts=num_drafts, accepted=accepted),
+        num_drafts=num_drafts,
     )
     rig.loop.sink = CountingSink()
     for i in range(num_rows):
-        rig.submit([1 + i % 80] * (3 + i % 16), 150, seed=i)
+        rig.submit([1 + i % 80] * (3 + i % 16), outputs, seed=i)
     for _ in range(10):
         rig.loop.turn()
     assert rig.engine.load().running_requests == num_rows
@@ -213,8 +216,9 @@ def allocations(rig, passes=48):
     return peak, kept
 
 
-def test_a_steady_decode_step_makes_no_python_object_per_row():
-    few, many = steady(32), steady(256)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_steady_decode_step_makes_no_python_object_per_row(num_drafts):
+    few, many = steady(32, num_drafts), steady(256, num_drafts)
     few_peak, few_kept = allocations(few)
     many_peak, many_kept = allocations(many)
     assert many.loop.sink.tokens > 50 * 256
