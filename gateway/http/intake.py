@@ -163,17 +163,9 @@ class Intake:
             raise BadRequest(f"prompts x `n` may be at most {self._config.max_choices}", param="n")
         if body.stream_options is not None and not body.stream:
             raise BadRequest("`stream_options` needs `stream: true`", param="stream_options")
-        stops = self._stops(body.stop)
-        _check_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+        text = self._text_rules(body, model)
         _check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
         sampling = _sampling(body, body.seed & _SEED_MASK if body.seed is not None else self._mint_seed(), num_logprobs)
-        silent = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else model.eos_token_ids)
-        text = TextRules(
-            stops=stops,
-            silent=silent,
-            min_tokens=body.min_tokens or 0,
-            skip_special=body.skip_special_tokens is not False,
-        )
         default = _COMPLETION_TOKENS if prefix == "cmpl" else None
         request_id = fresh_request_id(prefix)
         samples: list[Sample] = []
@@ -208,6 +200,16 @@ class Intake:
             echoes=tuple(prompt.text for prompt in prompts for _ in range(num_choices)),
             num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             with_logprobs=num_logprobs >= 0,
+        )
+
+    def _text_rules(self, body: Body, model: ServedModel) -> TextRules:
+        _check_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+        silent = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else model.eos_token_ids)
+        return TextRules(
+            stops=self._stops(body.stop),
+            silent=silent,
+            min_tokens=body.min_tokens or 0,
+            skip_special=body.skip_special_tokens is not False,
         )
 
     def _open_answer(self, chat: RenderedChat | None, rules: TextRules) -> AnswerText:
