@@ -32,7 +32,8 @@ class Engram:
         """Return the new streams [t, hc, d]; `found` is what `look_up` gave, `is_image` bool [t]."""
         weights, eps = self._weights, self._eps
         hc, hidden = streams.shape[1:]
-        projected = self._arithmetic.quantized_linear(found, weights.wkv)
+        # The rows come from the table in the very format that a quantized linear would give them.
+        projected = self._arithmetic.linear(found, weights.wkv)
         keys, value = projected[:, : hc * hidden].view(-1, hc, hidden), projected[:, hc * hidden :]
         affinity = (streams * (weights.q_weight * weights.k_weight) * keys).sum(2, keepdim=True)
         affinity = affinity * inverse_rms(streams, eps) * inverse_rms(keys, eps) * hidden**-0.5
