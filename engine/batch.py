@@ -23,6 +23,14 @@ class RowReplay:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """What n of a step's t query tokens are replaced by: they are positions of images."""
+
+    at: torch.Tensor  # int64 [n] indices into t, each once
+    rows: torch.Tensor  # [n, hidden] in the place of embeddings
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """b rows, t query tokens. Host arrays are for control flow, tensors for arithmetic; row order is equal in all."""
 
@@ -42,6 +50,8 @@ class ForwardBatch:
     `history_tokens`. None for models that need none."""
     replay: RowReplay | None = None
     """None: no row has floors, everything is written, every row runs whole."""
+    images: ImageRows | None = None
+    """None: the step computes no position of an image."""
 
     @property
     def num_rows(self) -> int:

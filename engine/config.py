@@ -14,6 +14,7 @@ from msgspec import Meta
 from core.errors import ConfigError
 from core.kv import Component, ComponentKind, KVLayout
 from engine.cache.hit import ReuseKind, ReuseRule
+from engine.images import ImageFacts
 
 SINK_PAGES = 1
 
@@ -65,6 +66,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: Annotated[int, Meta(ge=1)] = 1
     """Intra-op threads of the runner."""
     speculation: SpeculationConfig = SpeculationConfig()
+    images: bool = True
+    """Take images, if the model does."""
+    image_cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    """Bound on encoded images that are kept for other requests."""
 
 
 class TokenFacts(Protocol):
@@ -88,6 +93,11 @@ class TokenFacts(Protocol):
     @property
     def reuse(self) -> ReuseRule:
         """What cached prefixes are good for, and which rows of a prompt run through every layer."""
+        ...
+
+    @property
+    def images(self) -> ImageFacts | None:
+        """What images the model takes; None: none."""
         ...
 
 
@@ -158,6 +168,18 @@ def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) ->
         limited_by="pages" if by_pages < max_positions else "context",
         components=tuple(_described(component) for component in layout.components),
     )
+
+
+def check_image_room(config: EngineConfig, facts: TokenFacts) -> None:
+    """Raise `ConfigError` if images are taken and the largest one does not fit into a chunk."""
+    if not config.images or facts.images is None:
+        return
+    largest = facts.images.rules.max_tokens
+    if config.chunk_tokens < largest:
+        raise ConfigError(
+            f"chunk_tokens = {config.chunk_tokens} is smaller than an image, which may have {largest} tokens and is"
+            f" computed in one piece; set it to {largest} or more, or images to false"
+        )
 
 
 def reuse_rule(config: EngineConfig, layout: KVLayout, facts: TokenFacts) -> ReuseRule:

@@ -22,6 +22,7 @@ from engine.cache.page_state import PageState
 from engine.cache.tier import NullTier, TierPort
 from engine.config import EngineConfig, TokenFacts, plan_capacity
 from engine.events import SeqId, StepEvents
+from engine.images import check_images
 from engine.plan import Plan, StepResult
 from engine.port import Booking, LandingPages
 from engine.scheduler.admission import Admission
@@ -56,6 +57,7 @@ class Engine:
         self.config = config
         self.capacity = plan_capacity(config, layout, facts.max_positions)
         self._facts = facts
+        self._images = facts.images if config.images else None
         self._clock = clock
         self._holdings = Holdings(
             config=config,
@@ -254,8 +256,7 @@ class Engine:
         self._holdings.chains.check(request)
         if request.sampling.prompt_logprobs:
             raise BadRequest("log-probabilities of the prompt are not supported", param="prompt_logprobs")
-        if request.mm_items:
-            raise BadRequest("this model takes no images", param="mm_items")
+        check_images(request, self._images)
         if wants_output and self._ended_already(request) is not None:
             raise BadRequest("the request has all its output tokens already", param="max_tokens")
         self._admission.check_room(self._results.meter.prefill_tokens_per_s)

@@ -15,7 +15,7 @@ from core.hashing import Namespace, PageHasher, fingerprint
 from core.kv import KVLayout
 from core.worker_config import ModelSection
 from engine.cache.kv_memory import KVMemory, region_sizes
-from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, plan_capacity
+from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, check_image_room, plan_capacity
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
@@ -61,6 +61,7 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
         verify=section.verify,
     )
     facts = model.facts
+    check_image_room(config, facts)
     layout = model.kv_layout(config.num_pages, config.num_rows, config.page_tokens)
     namespace = Namespace(
         model=facts.name,

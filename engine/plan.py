@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import InvariantError
-from core.request import SamplingParams
+from core.request import MmItem, SamplingParams
 
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -57,6 +57,8 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """Replay: tokens known when the request was admitted, from whose end a keep length counts; 0: the row runs whole."""
     write_from: int = 0
     """Replay: tokens below this position write nothing paged."""
+    images: tuple[MmItem, ...] = ()
+    """Images of which at least one position is still to be computed, with their pixels."""
 
 
 class PlanExtra(msgspec.Struct, frozen=True, kw_only=True):

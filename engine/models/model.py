@@ -1,13 +1,14 @@
 """What every model is to the engine: facts, the KV it keeps, and one typed forward. No model's name appears above here."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from core.kv import KVLayout
 from engine.batch import ForwardBatch
 from engine.cache.hit import PAGES, ReuseRule
+from engine.images import ImageFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class ModelFacts:
     reuse: ReuseRule = PAGES
     """What cached prefixes are good for, and which rows of a prompt run through every layer. Lengths that change what
     pages or tokens come out belong into `mode` too, so that workers that differ in them do not exchange KV."""
+    images: ImageFacts | None = None
+    """None: the model takes no images. Otherwise it is an `ImageModel`."""
 
 
 class KVTensors(Protocol):
@@ -56,4 +59,25 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, vocab] (float32 or float64) for `batch.sample_at`."""
+        ...
+
+
+class ImageEncoder(Protocol):
+    """Turns pixels into what stands for them in the model. Used by the executor thread only, in inference mode."""
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return [t, hidden] for the t positions of an image's place; `pixels` uint8 RGB [h, w, 3] of a planned size.
+
+        Depends on the pixels only: the same ones give the same bits.
+        """
+        ...
+
+
+@runtime_checkable
+class ImageModel(Model, Protocol):
+    """A model that takes images: `forward` reads `ForwardBatch.images`."""
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """The encoder; None if this checkpoint has none."""
         ...

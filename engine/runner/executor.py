@@ -14,6 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.models.model import KVTensors, Model
 from engine.plan import Plan, StepResult
+from engine.runner.row_images import row_images
 from engine.runner.row_mirror import RowMirror
 from engine.sampling import Sampler
 
@@ -43,7 +44,7 @@ class StepExecutor:
         self._wall_time = wall_time
         self._kv = kv
         self._sampler = Sampler(config.num_rows, model.facts.vocab_size)
-        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens)
+        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:

@@ -1,7 +1,7 @@
 """What the executor keeps per row between steps, and the tensors of a step that follow from it.
 
-Page-table mirror, the token that each row decodes next, recent tokens for models that look back at ids, and replay
-floors. Executor thread only; knows no sampler and no model.
+Page-table mirror, the token that each row decodes next, recent tokens for models that look back at ids, replay floors
+and images. Executor thread only; knows no sampler and no model.
 """
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from engine.batch import ForwardBatch, RowReplay
 from engine.config import EngineConfig
 from engine.plan import Plan, RowInit
+from engine.runner.row_images import RowImages
 from engine.runner.token_history import TokenHistory
 
 I32 = npt.NDArray[np.int32]
@@ -23,7 +24,9 @@ MAX_ROW_TOKENS = 16
 class RowMirror:
     """Row-indexed arrays of one executor. `history_tokens` = 0: no ids are kept."""
 
-    def __init__(self, config: EngineConfig, max_pages: int, history_tokens: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, max_pages: int, history_tokens: int = 0, images: RowImages | None = None
+    ) -> None:
         self._page_tokens = config.page_tokens
         self._deterministic = config.deterministic
         self.next_token = np.zeros(config.num_rows, np.int64)
@@ -31,6 +34,7 @@ class RowMirror:
         self._history = TokenHistory(config.num_rows, history_tokens, MAX_ROW_TOKENS) if history_tokens else None
         self._floors = np.zeros((3, config.num_rows), np.int32)
         self._has_floors = np.zeros(config.num_rows, np.bool_)
+        self._images = images
 
     def set_up(self, plan: Plan) -> None:
         """Take the plan's page-table changes and new rows."""
@@ -46,6 +50,8 @@ class RowMirror:
         floors = (init.encoder_floor, init.known_tokens, init.write_from)
         self._floors[:, row] = floors
         self._has_floors[row] = any(floors)
+        if self._images is not None:
+            self._images.set_row(init)
         if self._history is not None:
             start = int(plan.seq_start[np.flatnonzero(plan.rows == row)[0]])
             self._history.reset(row, np.frombuffer(init.token_ids, np.int32), start)
@@ -81,6 +87,7 @@ class RowMirror:
             deterministic=self._deterministic,
             history=history,
             replay=self._replay(rows),
+            images=None if self._images is None else self._images.of_step(rows, q_start, seq_start),
         )
 
     def _replay(self, rows: I32) -> RowReplay | None:

@@ -19,6 +19,7 @@ from engine.models.drafter import DraftRows, SpeculativeModel
 from engine.models.model import KVTensors
 from engine.plan import UNLIMITED, Plan, RowInit, StepResult
 from engine.runner.executor import spread
+from engine.runner.row_images import row_images
 from engine.runner.row_mirror import MAX_ROW_TOKENS, RowMirror
 from engine.sampling import Sampler
 from engine.speculation.acceptance import NO_DRAFT, Acceptance, ChainRule, Judged, Run, SharedNoise, accept_runs
@@ -62,7 +63,7 @@ class SpeculativeExecutor:
         self._acceptance: Acceptance = (
             ChainRule(self._sampler) if config.speculation.acceptance == "chain_rule" else SharedNoise(self._sampler)
         )
-        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens)
+        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
         self._drafter = model.drafter(kv)
         self._k = self._drafter.num_drafts
         assert self._k < MAX_ROW_TOKENS, f"{self._k} drafts are more than rows have room for"

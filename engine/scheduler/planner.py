@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.events import SeqId
+from engine.images import Spans, spans_of
 from engine.plan import NO_EXTRA, UNLIMITED, Plan, PlanExtra, RowInit
 from engine.scheduler import prefill
 from engine.scheduler.admission import Admission
@@ -34,6 +35,8 @@ class _Chunks:
     """Query tokens not given to started rows or set aside for continuing ones."""
     partial: int
     """Prompts that will be unfinished after this step."""
+    is_first: bool
+    """No half-computed prompt is there: the first started one goes on whatever its next image takes."""
 
 
 class Planner:
@@ -95,10 +98,10 @@ class Planner:
         there = self._half_computed()
         held_back = self._share(there, cap)
         unfinished = int(np.count_nonzero(rows.scheduled[there] + held_back < rows.goal[there]))
-        chunks = _Chunks(started=[], left=budget - int(held_back.sum()), partial=unfinished)
+        chunks = _Chunks(started=[], left=budget - int(held_back.sum()), partial=unfinished, is_first=not len(there))
         self._admission.run(now, lambda seq: self._start(chunks, seq.row), has_tokens=self._takes_more(chunks))
         newcomers = np.array(chunks.started, np.int64)
-        started = self._split(newcomers, budget - int(held_back.sum()))
+        started = self._split(newcomers, budget - int(held_back.sum()), first_goes_on=chunks.is_first)
         # What newcomers leave goes back to those who were there.
         continuing = self._share(there, budget - int(started.sum()))
         lengths = np.concatenate((continuing, started))
@@ -115,19 +118,35 @@ class Planner:
     def _share(self, index: I64, budget: int) -> I32:
         rows, config = self._holdings.rows, self._holdings.config
         return prefill.share_budget(
-            rows.scheduled[index], rows.stage_end[index], budget, config.page_tokens, config.oldest_share
+            rows.scheduled[index],
+            rows.stage_end[index],
+            budget,
+            config.page_tokens,
+            config.oldest_share,
+            images=self._images(index),
         )
 
-    def _split(self, index: I64, budget: int) -> I32:
+    def _split(self, index: I64, budget: int, *, first_goes_on: bool) -> I32:
         rows = self._holdings.rows
-        size = self._holdings.config.page_tokens
-        return prefill.split_budget(rows.scheduled[index], rows.stage_end[index], budget, size)
+        return prefill.split_budget(
+            rows.scheduled[index],
+            rows.stage_end[index],
+            budget,
+            self._holdings.config.page_tokens,
+            self._images(index),
+            first_goes_on=first_goes_on,
+        )
+
+    def _images(self, index: I64) -> list[Spans]:
+        """Return where images lie in the prompts of rows."""
+        return [spans_of(self._sequence(row).request) for row in index.tolist()]
 
     def _start(self, chunks: _Chunks, row: int) -> bool:
         """Note an admitted prompt; returns True if another one may follow in this step."""
         rows = self._holdings.rows
+        goes_on = chunks.is_first and not chunks.started
         chunks.started.append(row)
-        length = int(self._split(np.array([row]), chunks.left)[0])
+        length = int(self._split(np.array([row]), chunks.left, first_goes_on=goes_on)[0])
         chunks.left -= length
         chunks.partial += int(rows.scheduled[row]) + length < int(rows.goal[row])
         return self._takes_more(chunks)
@@ -219,4 +238,5 @@ class Planner:
             encoder_floor=seq.stage.floor,
             known_tokens=holdings.chains.rule.known_tokens(floors.decoder_floor) if floors is not None else 0,
             write_from=seq.stage.write_from,
+            images=tuple(item for item in request.mm_items if item.end > rows.scheduled[row]),
         )

@@ -3,10 +3,13 @@
 Pure functions over arrays: no clock, no pages, no sequences. All arrays of one call are parallel.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.images import Spans
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -94,10 +97,14 @@ class PageGate:
         self.is_closed = True
 
 
-def split_budget(start: I32, goal: I32, budget: int, page_tokens: int) -> I32:
+def split_budget(
+    start: I32, goal: I32, budget: int, page_tokens: int, images: Sequence[Spans] = (), *, first_goes_on: bool = False
+) -> I32:
     """Cut `budget` query tokens into chunks, in the given order. Returns int32 [n] chunk lengths, 0 for none.
 
-    A chunk ends on a page border unless it is the last of its prompt.
+    A chunk ends on a page border unless it is the last of its prompt, and never inside one of its prompt's `images`,
+    where there are any: see `_outside_images`. `first_goes_on`: the first prompt gets an image that is larger than the
+    budget all the same.
     """
     lengths = np.zeros(len(start), np.int32)
     for i in range(len(start)):
@@ -107,16 +114,38 @@ def split_budget(start: I32, goal: I32, budget: int, page_tokens: int) -> I32:
         end = min(last, first + budget)
         if end < last:
             end -= end % page_tokens
+        if images and images[i] and first < end < last:
+            end = _outside_images(first, end, last, budget, images[i], goes_on=first_goes_on and i == 0)
         lengths[i] = max(0, end - first)
         budget -= int(lengths[i])
     return lengths
 
 
-def share_budget(start: I32, goal: I32, budget: int, page_tokens: int, oldest_share: float) -> I32:
+def _outside_images(first: int, end: int, last: int, budget: int, images: Spans, *, goes_on: bool) -> int:
+    """Return where a chunk ends that would end at `end`: if that is inside an image, behind it or before it.
+
+    Behind it, if the budget allows; else before it, if anything lies between; else the image waits for a step with more
+    room, unless its prompt `goes_on` whatever the budget.
+    """
+    for low, high in images:
+        if low < end < high:
+            whole = min(high, last)
+            if whole - first <= budget:
+                return whole
+            if low > first:
+                return low
+            return whole if goes_on else first
+    return end
+
+
+def share_budget(
+    start: I32, goal: I32, budget: int, page_tokens: int, oldest_share: float, *, images: Sequence[Spans] = ()
+) -> I32:
     """Cut `budget` over half-computed prompts, given oldest first. Returns int32 [n] chunk lengths.
 
     The shortest rest goes first, so that short prompts do not queue behind a long one; the oldest is sure of a share of
-    at least a page, so that it goes on whatever arrives, and takes what the others leave.
+    at least a page, so that it goes on whatever arrives, and takes what the others leave. If an image comes next in it
+    that is larger than that, the budget is exceeded by one image at most.
     """
     remaining = goal - start
     lengths = np.zeros(len(start), np.int32)
@@ -124,8 +153,10 @@ def share_budget(start: I32, goal: I32, budget: int, page_tokens: int, oldest_sh
         return lengths
     others = 1 + np.argsort(remaining[1:], kind="stable")
     kept = min(int(remaining[0]), max(page_tokens, int(budget * oldest_share)))
-    lengths[others] = split_budget(start[others], goal[others], budget - kept, page_tokens)
-    lengths[:1] = split_budget(start[:1], goal[:1], budget - int(lengths.sum()), page_tokens)
+    of_others = [images[i] for i in others] if images else ()
+    lengths[others] = split_budget(start[others], goal[others], budget - kept, page_tokens, of_others)
+    left = budget - int(lengths.sum())
+    lengths[:1] = split_budget(start[:1], goal[:1], left, page_tokens, images[:1], first_goes_on=True)
     return lengths
 
 

@@ -13,7 +13,7 @@ from engine.models.deepseek_v41.exporter import vision_tensors
 from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.presets import tiny_config
 from engine.models.deepseek_v41.tensors import Tensors
-from engine.models.deepseek_v41.vision.encoder import VisionEncoder, rules_of
+from engine.models.deepseek_v41.vision.encoder import VisionEncoder, image_rules
 from engine.models.deepseek_v41.vision.weights import read_vision
 
 
@@ -43,7 +43,7 @@ def tiny_encoder(dtype=torch.float64):
 
 @functools.cache
 def tiny_rules():
-    return rules_of(tiny_vision()[0])
+    return image_rules(tiny_vision()[0])
 
 
 def random_pixels(seed, height, width):

@@ -13,14 +13,17 @@ import torch
 
 from core.errors import CheckpointError, ConfigError
 from engine.cache.hit import ReuseKind, ReuseRule
+from engine.images import ImageFacts
 from engine.models.deepseek_v41.arithmetic import arithmetic_of
 from engine.models.deepseek_v41.config import V41Config
-from engine.models.deepseek_v41.loader import load_weights
+from engine.models.deepseek_v41.loader import open_checkpoint, read_weights
 from engine.models.deepseek_v41.model import DeepseekModel, DraftingDeepseekModel
 from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.replay import COMPACT, MASK, OFF
 from engine.models.deepseek_v41.step import DecoderReplay
+from engine.models.deepseek_v41.tensors import Tensors
 from engine.models.deepseek_v41.token_map import read_token_map
+from engine.models.deepseek_v41.vision.encoder import VisionEncoder, image_rules, read_encoder
 from engine.models.manifest import Manifest
 from engine.models.model import ModelFacts
 
@@ -57,13 +60,33 @@ def load(
         mode=EXACT if mode == EXACT else f"replay-{rule.replay_tokens}-{rule.keep_tokens}",
         history_tokens=parsed.engram.max_ngram - 1 if parsed.engram else 0,
         reuse=rule,
+        images=image_facts_of(parsed),
     )
     token_map = None
     if parsed.engram is not None:
         token_map = torch.tensor(read_token_map(directory, parsed.engram, parsed.vocab_size))
-    weights = load_weights(directory, parsed, _DTYPES[elem])
+    checkpoint = open_checkpoint(directory, parsed)
+    weights = read_weights(checkpoint, parsed, _DTYPES[elem])
+    encoder: VisionEncoder | None = None
+    if facts.images is not None and parsed.vision is not None:
+        encoder = read_encoder(Tensors(checkpoint, _DTYPES[elem], parsed.quant.block), parsed.vision)
     kind = DeepseekModel if weights.dspark is None else DraftingDeepseekModel
-    return kind(parsed, weights, facts, arithmetic_of(parsed), token_map=token_map, replay=decoder)
+    return kind(
+        parsed,
+        weights,
+        facts,
+        arithmetic_of(parsed),
+        token_map=token_map,
+        replay=decoder,
+        image_encoder=encoder,
+    )
+
+
+def image_facts_of(config: V41Config) -> ImageFacts | None:
+    """Return what images a checkpoint's model takes; None: it has no encoder."""
+    if config.vision is None or config.image_token_id is None:
+        return None
+    return ImageFacts(token_id=config.image_token_id, rules=image_rules(config.vision))
 
 
 def rules_of(config: V41Config, mode: str) -> tuple[ReuseRule, DecoderReplay]:

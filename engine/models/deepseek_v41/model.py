@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from core.kv import KVLayout
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ImageRows
 from engine.models.deepseek_v41.arithmetic import Arithmetic
 from engine.models.deepseek_v41.blocks import Block, Entered, Head, Streams, backbone
 from engine.models.deepseek_v41.caches import CacheMap, Caches
@@ -29,7 +29,7 @@ from engine.models.deepseek_v41.step import DecoderReplay, Step, check_replay
 from engine.models.deepseek_v41.tiles import Tiles
 from engine.models.deepseek_v41.weights import Weights
 from engine.models.drafter import Captures
-from engine.models.model import KVTensors, ModelFacts
+from engine.models.model import ImageEncoder, KVTensors, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,11 @@ class DeepseekModel:
         *,
         token_map: torch.Tensor | None = None,
         replay: DecoderReplay | None = None,
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         """`token_map` int64 [vocab]: compressed ids, for models with Engram. Raises `ConfigError`."""
         self.facts = facts
+        self.image_encoder = image_encoder
         self.config = config
         self.replay = replay or DecoderReplay()
         step_tokens = 1 + (config.dspark.block_size if config.dspark else 0)
@@ -94,7 +96,7 @@ class DeepseekModel:
         kernels = self._kernels[batch.deterministic]
         caches = Caches(self.cache_map(batch.page_tokens), kv, self._dtype)
         step = Step(self.config, self.replay, batch, caches=caches, tiles=kernels.tiles, rope=self._rope)
-        streams = self._embed(kernels, step)
+        streams = self._embed(kernels, step, batch.images)
         found = self._table_rows(batch, step)
         captures: list[torch.Tensor] = []
         for block in kernels.blocks:
@@ -123,12 +125,16 @@ class DeepseekModel:
         self.executed_rows[plan.index] += step.rows.num
         return _attend(block, entered, step)
 
-    def _embed(self, kernels: Kernels, step: Step) -> Streams:
+    def _embed(self, kernels: Kernels, step: Step, images: ImageRows | None) -> Streams:
         def tile(rows: slice) -> tuple[torch.Tensor, ...]:
             streams = kernels.head.embed(step.tokens.take(rows))
             return streams.x, streams.pre
 
-        return Streams(*kernels.tiles.run(step.rows.size, tile))
+        x, pre = kernels.tiles.run(step.rows.size, tile)
+        if images is not None:
+            # All of the batch's tokens are there, in its order.
+            x[images.at] = images.rows[:, None]
+        return Streams(x, pre)
 
     def _table_rows(self, batch: ForwardBatch, step: Step) -> dict[int, torch.Tensor]:
         """Return table rows int64 [s, columns] by engram layer."""
@@ -173,9 +179,12 @@ class DraftingDeepseekModel(DeepseekModel):
         *,
         token_map: torch.Tensor | None = None,
         replay: DecoderReplay | None = None,
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         """As `DeepseekModel`; `weights` must have a draft model."""
-        super().__init__(config, weights, facts, arithmetic, token_map=token_map, replay=replay)
+        super().__init__(
+            config, weights, facts, arithmetic, token_map=token_map, replay=replay, image_encoder=image_encoder
+        )
         assert weights.dspark is not None
         self._dspark = Dspark(weights.dspark, weights.head, config, arithmetic, self._rope)
         self.num_drafts = self._dspark.config.block_size

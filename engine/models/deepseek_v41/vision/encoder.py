@@ -15,7 +15,7 @@ from engine.models.deepseek_v41.vision.vit import Vit
 from engine.models.deepseek_v41.vision.weights import VisionWeights, read_vision
 
 
-def rules_of(config: VisionConfig) -> ImageRules:
+def image_rules(config: VisionConfig) -> ImageRules:
     """Return the image budget of a model."""
     return ImageRules(
         patch=config.patch_size,
@@ -40,7 +40,7 @@ class VisionEncoder:
     def __init__(self, weights: VisionWeights, config: VisionConfig) -> None:
         self._weights = weights
         self._config = config
-        self._rules = rules_of(config)
+        self._rules = image_rules(config)
         self._vit = Vit(weights, config)
         self._aligner = Aligner(weights, config.downsample_ratio)
 

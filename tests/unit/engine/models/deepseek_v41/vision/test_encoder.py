@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from core.errors import BadRequest
 from core.image_plan import Spot, plan_size
-from engine.models.deepseek_v41.vision.encoder import patches_of, rules_of
+from engine.models.deepseek_v41.vision.encoder import image_rules, patches_of
 from engine.models.deepseek_v41.vision.vit import apply
 from tests.fakes.vision import random_pixels, tiny_encoder, tiny_rules, tiny_vision
 
@@ -65,5 +65,5 @@ def test_a_size_that_is_no_multiple_of_the_patch_is_refused():
 
 
 def test_the_budget_is_that_of_the_configuration():
-    rules = rules_of(tiny_vision()[0])
+    rules = image_rules(tiny_vision()[0])
     assert (rules.patch, rules.downsample, rules.max_tokens, rules.min_pixels) == (14, 3, 40, 7056)
