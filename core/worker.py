@@ -49,6 +49,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int = 0
     dp_size: int = 1
     tp_size: int = 1
+    replay_tokens: int = 0
+    """Tokens before the end of a cached prefix that are computed again; shorter prefixes gain nothing."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

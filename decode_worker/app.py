@@ -135,6 +135,7 @@ def _register(
             prefill_mode=config.prefill.mode.value,
             transports=transports,
             domain=config.worker.domain,
+            replay_tokens=loaded.model.facts.reuse.replay_tokens,
         )
 
     return register

@@ -295,6 +295,7 @@ class Directory:
         fleet.key[slot] = zlib.crc32(told.worker_id.encode())
         fleet.page_tokens[slot] = told.page_tokens
         fleet.max_tokens[slot] = told.max_tokens_total
+        fleet.replay_tokens[slot] = told.replay_tokens
         fleet.num_pages[slot] = told.num_pages
         fleet.rows[slot] = told.num_rows
         fleet.pages_free[slot] = told.num_pages

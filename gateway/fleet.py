@@ -42,6 +42,8 @@ class Fleet:
     """Stable number of the worker's name: equal in every gateway process."""
     page_tokens: Ints
     max_tokens: Ints
+    replay_tokens: Ints
+    """Tokens before the end of a cached prefix that are computed again there."""
     num_pages: Ints
     rows: Ints
     pages_free: Ints

@@ -68,10 +68,14 @@ class Reader:
         self._progress = progress
         self.num_cached = -1
         """Cached prompt tokens that the first attempt reported; -1 before."""
-        self.floors: Floors | None = None
-        """What the first attempt computed with: later ones do the same."""
+        self._floors: tuple[bytes, Floors] | None = None
+        """The namespace of the first attempt, and what it computed with."""
         self.is_steady = False
         """Enough tokens of this attempt came: a plain run needs no book-keeping but its count."""
+
+    def floors_for(self, namespace: bytes) -> Floors | None:
+        """Return what the next attempt computes with: the same as the first, where that means the same."""
+        return self._floors[1] if self._floors is not None and self._floors[0] == namespace else None
 
     def read(self, attempt: Attempt, items: Iterable[Item]) -> Step:
         """Take what the mailbox held, in order. The attempt is over if the step has a finish or a failure."""
@@ -117,7 +121,8 @@ class Reader:
         attempt.dispatch.computed()
         cluster.router.handed_over(started, attempt.placed, attempt.num_tokens)
         cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
-        self.floors = self.floors or started.floors
+        if self._floors is None:
+            self._floors = attempt.placed.decode.registration.namespace, started.floors
         if self.num_cached < 0:
             # Usage is that of the first attempt that came so far, whatever later ones find in their caches.
             self.num_cached = step.cached = max(0, started.num_cached_tokens)

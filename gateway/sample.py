@@ -124,7 +124,7 @@ class SampleRun:
             page_hashes=placed.page_hashes,
             timeout_s=max(0.001, progress.deadline - cluster.clock.now()),
             num_cached_tokens=self._reader.num_cached,
-            floors=self._reader.floors,
+            floors=self._reader.floors_for(placed.decode.registration.namespace),
         )
         link = cluster.links.ensure(placed.decode.registration)
         progress.attempts += 1

@@ -114,6 +114,7 @@ def _register(
             eos_token_ids=loaded.model.facts.eos_token_ids,
             transports=transports,
             domain=config.worker.domain,
+            replay_tokens=loaded.model.facts.reuse.replay_tokens,
         )
 
     return register

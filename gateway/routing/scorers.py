@@ -21,8 +21,9 @@ def queue_seconds(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
 
 
 def compute_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: RoutingRules) -> Floats:
-    """[n] seconds to compute what is not cached: linear in uncached tokens plus attention's quadratic share."""
-    uncached = np.maximum(job.num_tokens - matched, 1).astype(np.float64)
+    """[n] seconds to compute what is not cached, and what is replayed: linear in tokens plus attention's quadratic share."""
+    saved = np.maximum(matched - fleet.replay_tokens[slots], 0)
+    uncached = np.maximum(job.num_tokens - saved, 1).astype(np.float64)
     attention = rules.quadratic_s * uncached * (job.num_tokens - uncached / 2)
     return rules.base_s + uncached / prefill_rate(fleet, slots, rules) + attention
 

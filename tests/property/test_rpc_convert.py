@@ -178,6 +178,7 @@ REGISTRATION = st.builds(
     dp_rank=U32,
     dp_size=U32,
     tp_size=U32,
+    replay_tokens=U32,
 )
 LOAD = st.builds(
     worker.Load,

@@ -31,6 +31,7 @@ def registration_to_proto(registration: Registration) -> pb.Register:
         dp_rank=registration.dp_rank,
         dp_size=registration.dp_size,
         tp_size=registration.tp_size,
+        replay_tokens=registration.replay_tokens,
     )
 
 
@@ -63,6 +64,7 @@ def registration_from_proto(message: pb.Register) -> Registration:
         dp_rank=message.dp_rank,
         dp_size=message.dp_size,
         tp_size=message.tp_size,
+        replay_tokens=message.replay_tokens,
     )
 
 

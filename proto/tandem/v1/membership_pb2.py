@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/membership.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\xb2\x03\n\x08Register\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x11\n\tnamespace\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x0c\x12\x14\n\x0csecret_check\x18\t \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\n \x01(\r\x12\x11\n\tnum_pages\x18\x0b \x01(\r\x12\x10\n\x08num_rows\x18\x0c \x01(\r\x12\x18\n\x10max_tokens_total\x18\r \x01(\r\x12\x12\n\nvocab_size\x18\x0e \x01(\r\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x14\n\x0cprefill_mode\x18\x10 \x01(\t\x12\x12\n\ntransports\x18\x11 \x03(\t\x12\x0e\n\x06\x64omain\x18\x12 \x01(\t\x12\x10\n\x08group_id\x18\x13 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x14 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x15 \x01(\r\x12\x0f\n\x07tp_size\x18\x16 \x01(\r\"0\n\x0fHeartbeatReport\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.Load\"G\n\x07KvEvent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x10\x12\x0e\n\x06parent\x18\x03 \x01(\x10\x12\x0e\n\x06medium\x18\x04 \x01(\t\"@\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.tandem.v1.KvEvent\"\x1c\n\nDeregister\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc7\x01\n\x0cWorkerReport\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.tandem.v1.RegisterH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.HeartbeatReportH\x00\x12(\n\tkv_events\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvEventsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.tandem.v1.DeregisterH\x00\x42\x06\n\x04\x62ody\"J\n\nRegistered\x12\x1b\n\x13gateway_incarnation\x18\x01 \x01(\t\x12\x10\n\x08siblings\x18\x02 \x03(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x0f\n\rHeartbeatSeen\"\x10\n\x0e\x44\x65registerSeen\"*\n\x07Refused\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\"\xca\x01\n\x0cGatewayReply\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.tandem.v1.HeartbeatSeenH\x00\x12/\n\nderegister\x18\x03 \x01(\x0b\x32\x19.tandem.v1.DeregisterSeenH\x00\x12%\n\x07refused\x18\x04 \x01(\x0b\x32\x12.tandem.v1.RefusedH\x00\x42\x06\n\x04\x62ody\"\x11\n\x0fSnapshotRequest\"F\n\rSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06hashes\x18\x03 \x03(\x10\x32J\n\nMembership\x12<\n\x04Join\x12\x17.tandem.v1.WorkerReport\x1a\x17.tandem.v1.GatewayReply(\x01\x30\x01\x32K\n\x07KvIndex\x12@\n\x08Snapshot\x12\x1a.tandem.v1.SnapshotRequest\x1a\x18.tandem.v1.SnapshotReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/membership.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\xc9\x03\n\x08Register\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x11\n\tnamespace\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x0c\x12\x14\n\x0csecret_check\x18\t \x01(\x0c\x12\x13\n\x0bpage_tokens\x18\n \x01(\r\x12\x11\n\tnum_pages\x18\x0b \x01(\r\x12\x10\n\x08num_rows\x18\x0c \x01(\r\x12\x18\n\x10max_tokens_total\x18\r \x01(\r\x12\x12\n\nvocab_size\x18\x0e \x01(\r\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x14\n\x0cprefill_mode\x18\x10 \x01(\t\x12\x12\n\ntransports\x18\x11 \x03(\t\x12\x0e\n\x06\x64omain\x18\x12 \x01(\t\x12\x10\n\x08group_id\x18\x13 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x14 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x15 \x01(\r\x12\x0f\n\x07tp_size\x18\x16 \x01(\r\x12\x15\n\rreplay_tokens\x18\x17 \x01(\r\"0\n\x0fHeartbeatReport\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.Load\"G\n\x07KvEvent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x03(\x10\x12\x0e\n\x06parent\x18\x03 \x01(\x10\x12\x0e\n\x06medium\x18\x04 \x01(\t\"@\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.tandem.v1.KvEvent\"\x1c\n\nDeregister\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc7\x01\n\x0cWorkerReport\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.tandem.v1.RegisterH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.HeartbeatReportH\x00\x12(\n\tkv_events\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvEventsH\x00\x12+\n\nderegister\x18\x04 \x01(\x0b\x32\x15.tandem.v1.DeregisterH\x00\x42\x06\n\x04\x62ody\"J\n\nRegistered\x12\x1b\n\x13gateway_incarnation\x18\x01 \x01(\t\x12\x10\n\x08siblings\x18\x02 \x03(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x0f\n\rHeartbeatSeen\"\x10\n\x0e\x44\x65registerSeen\"*\n\x07Refused\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\"\xca\x01\n\x0cGatewayReply\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.tandem.v1.HeartbeatSeenH\x00\x12/\n\nderegister\x18\x03 \x01(\x0b\x32\x19.tandem.v1.DeregisterSeenH\x00\x12%\n\x07refused\x18\x04 \x01(\x0b\x32\x12.tandem.v1.RefusedH\x00\x42\x06\n\x04\x62ody\"\x11\n\x0fSnapshotRequest\"F\n\rSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06hashes\x18\x03 \x03(\x10\x32J\n\nMembership\x12<\n\x04Join\x12\x17.tandem.v1.WorkerReport\x1a\x17.tandem.v1.GatewayReply(\x01\x30\x01\x32K\n\x07KvIndex\x12@\n\x08Snapshot\x12\x1a.tandem.v1.SnapshotRequest\x1a\x18.tandem.v1.SnapshotReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.membership_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTER']._serialized_start=65
-  _globals['_REGISTER']._serialized_end=499
-  _globals['_HEARTBEATREPORT']._serialized_start=501
-  _globals['_HEARTBEATREPORT']._serialized_end=549
-  _globals['_KVEVENT']._serialized_start=551
-  _globals['_KVEVENT']._serialized_end=622
-  _globals['_KVEVENTS']._serialized_start=624
-  _globals['_KVEVENTS']._serialized_end=688
-  _globals['_DEREGISTER']._serialized_start=690
-  _globals['_DEREGISTER']._serialized_end=718
-  _globals['_WORKERREPORT']._serialized_start=721
-  _globals['_WORKERREPORT']._serialized_end=920
-  _globals['_REGISTERED']._serialized_start=922
-  _globals['_REGISTERED']._serialized_end=996
-  _globals['_HEARTBEATSEEN']._serialized_start=998
-  _globals['_HEARTBEATSEEN']._serialized_end=1013
-  _globals['_DEREGISTERSEEN']._serialized_start=1015
-  _globals['_DEREGISTERSEEN']._serialized_end=1031
-  _globals['_REFUSED']._serialized_start=1033
-  _globals['_REFUSED']._serialized_end=1075
-  _globals['_GATEWAYREPLY']._serialized_start=1078
-  _globals['_GATEWAYREPLY']._serialized_end=1280
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1282
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1299
-  _globals['_SNAPSHOTREPLY']._serialized_start=1301
-  _globals['_SNAPSHOTREPLY']._serialized_end=1371
-  _globals['_MEMBERSHIP']._serialized_start=1373
-  _globals['_MEMBERSHIP']._serialized_end=1447
-  _globals['_KVINDEX']._serialized_start=1449
-  _globals['_KVINDEX']._serialized_end=1524
+  _globals['_REGISTER']._serialized_end=522
+  _globals['_HEARTBEATREPORT']._serialized_start=524
+  _globals['_HEARTBEATREPORT']._serialized_end=572
+  _globals['_KVEVENT']._serialized_start=574
+  _globals['_KVEVENT']._serialized_end=645
+  _globals['_KVEVENTS']._serialized_start=647
+  _globals['_KVEVENTS']._serialized_end=711
+  _globals['_DEREGISTER']._serialized_start=713
+  _globals['_DEREGISTER']._serialized_end=741
+  _globals['_WORKERREPORT']._serialized_start=744
+  _globals['_WORKERREPORT']._serialized_end=943
+  _globals['_REGISTERED']._serialized_start=945
+  _globals['_REGISTERED']._serialized_end=1019
+  _globals['_HEARTBEATSEEN']._serialized_start=1021
+  _globals['_HEARTBEATSEEN']._serialized_end=1036
+  _globals['_DEREGISTERSEEN']._serialized_start=1038
+  _globals['_DEREGISTERSEEN']._serialized_end=1054
+  _globals['_REFUSED']._serialized_start=1056
+  _globals['_REFUSED']._serialized_end=1098
+  _globals['_GATEWAYREPLY']._serialized_start=1101
+  _globals['_GATEWAYREPLY']._serialized_end=1303
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1305
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1322
+  _globals['_SNAPSHOTREPLY']._serialized_start=1324
+  _globals['_SNAPSHOTREPLY']._serialized_end=1394
+  _globals['_MEMBERSHIP']._serialized_start=1396
+  _globals['_MEMBERSHIP']._serialized_end=1470
+  _globals['_KVINDEX']._serialized_start=1472
+  _globals['_KVINDEX']._serialized_end=1547
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,7 @@ class Register(_message.Message):
     DP_RANK_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
+    REPLAY_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -65,6 +66,8 @@ class Register(_message.Message):
     dp_rank: _builtins.int
     dp_size: _builtins.int
     tp_size: _builtins.int
+    replay_tokens: _builtins.int
+    """Tokens before the end of a cached prefix that are computed again."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -94,10 +97,11 @@ class Register(_message.Message):
         dp_rank: _builtins.int = ...,
         dp_size: _builtins.int = ...,
         tp_size: _builtins.int = ...,
+        replay_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "domain", b"domain", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "group_id", b"group_id", "http_address", b"http_address", "incarnation", b"incarnation", "max_tokens_total", b"max_tokens_total", "model", b"model", "namespace", b"namespace", "num_pages", b"num_pages", "num_rows", b"num_rows", "page_tokens", b"page_tokens", "prefill_mode", b"prefill_mode", "role", b"role", "secret_check", b"secret_check", "tp_size", b"tp_size", "transports", b"transports", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "domain", b"domain", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "group_id", b"group_id", "http_address", b"http_address", "incarnation", b"incarnation", "max_tokens_total", b"max_tokens_total", "model", b"model", "namespace", b"namespace", "num_pages", b"num_pages", "num_rows", b"num_rows", "page_tokens", b"page_tokens", "prefill_mode", b"prefill_mode", "replay_tokens", b"replay_tokens", "role", b"role", "secret_check", b"secret_check", "tp_size", b"tp_size", "transports", b"transports", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

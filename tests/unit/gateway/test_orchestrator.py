@@ -4,6 +4,7 @@ from contextlib import aclosing
 import pytest
 
 from core.errors import BadRequest, DeadlineExceeded, NeverFits, NoCapacity, NoWorker, UnknownModel, WorkerLost
+from core.hashing import Namespace
 from core.request import FinishReason, Floors, SamplingParams
 from core.worker import Role
 from gateway.admission import Limits
@@ -63,6 +64,21 @@ async def test_a_worker_that_dies_mid_stream_is_resumed_elsewhere_without_repeat
         assert resumed[0].num_cached_tokens == 5
         assert resumed[0].floors == Floors(encoder_floor=1, decoder_floor=2, hits=(2,)), "as the first attempt said"
         assert resumed[0].stop.max_tokens == 8
+
+
+async def test_floors_are_not_taken_to_workers_where_they_mean_something_else():
+    async with sim_gateway() as gateway:
+        gateway.add_prefill("p1")
+        gateway.add_decode("d1", planned("d1", ("tokens", 3), ("die",)))
+        space = Namespace(model="m", revision="other", tokenizer="t", kv_dtype="f32", page_tokens=16).encode()
+        alike = registration("d1", Role.DECODE).fingerprint
+        other = gateway.add_decode("d2", planned("d2", first=0), namespace=space, fingerprint=alike)
+        resumed = []
+        for _ in range(4):
+            await collect(gateway.orchestrator, ASKED)
+            resumed += [submit.request for submit in other.seen if submit.request.attempt > 0]
+        assert resumed
+        assert all(request.floors is None for request in resumed)
 
 
 async def test_usage_stays_that_of_the_first_attempt():
