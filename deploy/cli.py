@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     up = add("up", "start a cluster on this machine and serve until Ctrl-C")
     up.add_argument("-f", "--file", type=Path, help="cluster description (TOML); flags override it")
-    up.add_argument("--model", help="smollm2 | tiny-llama | tiny-window | scripted | DIRECTORY")
+    up.add_argument("--model", help="smollm2 | tiny-llama | tiny-window | v41-tiny | v41-mini | scripted | DIRECTORY")
     up.add_argument("--served-name", help="name that clients use for the model")
     up.add_argument("--prefill", type=int, help="prefill workers (default 1)")
     up.add_argument("--decode", type=int, help="decode workers (default 1)")

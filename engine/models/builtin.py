@@ -80,7 +80,7 @@ def _prepare_deepseek(name: str, cache_dir: Path) -> Path:
 
 _DEEPSEEK = {"v41-tiny": (tiny_config, 41, 2 << 20), "v41-mini": (mini_config, 41, 128 << 20)}
 """Name -> configuration, seed, bytes per shard."""
-_DEEPSEEK_VERSION = "v1"
+_DEEPSEEK_VERSION = "v2"
 """As `_TINY_VERSION`, for `engine.models.deepseek_v41.exporter`."""
 _TINY_VERSION = "v1"
 """Part of the directory name; changes whenever `engine.models.tiny` would write something else."""

@@ -77,7 +77,8 @@ def write_tokenizer(directory: Path, config: V41Config) -> None:
 
 
 def loudness(config: V41Config) -> list[float]:
-    """Return a factor per token for the rows of a random head: letters are likely, ends now and then, the rest rare.
+    """Return a factor per token for the rows of a random head: letters and the end of reasoning are likely, ends
+    of text now and then, the rest rare.
 
     Powers of two, so that scaled weights stay exact.
     """
@@ -85,5 +86,6 @@ def loudness(config: V41Config) -> list[float]:
     factors = [0.25] * config.vocab_size
     for byte in _LETTERS:
         factors[FIRST_BYTE + byte] = 4.0
-    factors[ids[EOS]] = factors[ids[THINK_END]] = 2.0
+    factors[ids[THINK_END]] = 4.0
+    factors[ids[EOS]] = 2.0
     return factors

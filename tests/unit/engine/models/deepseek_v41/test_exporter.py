@@ -60,7 +60,7 @@ def test_a_second_call_finds_the_first_ones_directory(tiny):
 
 
 def test_the_revision_is_the_same_on_every_machine(tiny):
-    assert read_manifest(tiny).revision == "2c96aa1e6a5ce36b29e5c5b3a252c008db2f2b074c03a4e554d1d944664473ec"
+    assert read_manifest(tiny).revision == "fd2402cbb3c27d61d6e4bac26a2a0c29d6d22e1c4266681745498266a7354b4c"
 
 
 def test_a_changed_file_is_refused(tiny):
