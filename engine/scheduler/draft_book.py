@@ -16,6 +16,10 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
+EXPLORE_EVERY = 64
+"""Budgets between two that are unlimited, so that the time of wide steps is never known from long ago only."""
+
+
 class DraftBook:
     """Drafts of one engine's rows, k = `num_drafts` each."""
 
@@ -26,12 +30,16 @@ class DraftBook:
         self._survival = np.ones((rows.num_rows, num_drafts), np.float32)
         self._heard_of = np.zeros(rows.num_rows, np.uint32)
         self._times = StepTimes()
+        self._budgets = 0
         self._drafted = np.zeros(num_drafts, np.int64)
         self._accepted = np.zeros(num_drafts, np.int64)
 
     def budget(self, index: I64, widths: I32 | np.int32, num_tokens: int) -> int:
         """Return how many drafts a step with decode rows `index` should verify; `num_tokens` are all it may compute."""
         if not self._by_confidence or not len(index) or not self._times.are_known:
+            return UNLIMITED
+        self._budgets += 1
+        if self._budgets % EXPLORE_EVERY == 0:
             return UNLIMITED
         drafts = np.broadcast_to(widths - np.int32(1), index.shape)
         fresh = self._heard_of[index] == self._rows.generation[index]

@@ -122,7 +122,7 @@ class Landing:
         if have != seq.booked_pages:
             raise TransferFailed(f"the hand-over brought {have} of {seq.booked_pages} pages")
         if len(first_tokens) != 1:
-            # Draft tokens have no KV yet; taking them over comes with speculation.
+            # Drafts do not travel, only the drafter's context: a source stops at its first token.
             raise TransferFailed(f"the hand-over brought {len(first_tokens)} first tokens, this engine takes one")
         self._take_floors(seq, floors)
         length, token = len(seq.tokens), first_tokens[0]

@@ -28,14 +28,16 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Decode rows of a step, n of them; `count[i]` tokens of row i stand."""
+    """Decode rows of a step, n of them, and the t tokens that stand; those of a row lie together."""
 
     at: I64  # [n] indices into the plan
     index: I32  # [n] rows
     start: I32  # [n] tokens in KV before the step
-    tokens: I32  # [n, w]
-    count: I32  # [n] may be 0: the row was at the end of its pages
+    count: I32  # [n] tokens that stand; may be 0: the row was at the end of its pages
     stopped: Mask  # [n] the last of them is a stop token
+    owner: I64  # [t] index into n
+    tokens: I32  # [t]
+    positions: I32  # [t]
 
 
 class RunResults(Results):
@@ -72,15 +74,20 @@ class RunResults(Results):
         """Return the runs of the rows `at`, each up to its first stop token."""
         rows = self._holdings.rows
         index = plan.rows[at]
-        start, tokens, count = rows.committed[index], result.tokens[at], result.count[at]
+        start, count = rows.committed[index], result.count[at]
         if bool((count > np.diff(plan.q_start)[at]).any()):
             raise InvariantError(f"step {plan.step} chose more tokens than were planned")
-        owner, column = np.nonzero(np.arange(tokens.shape[1]) < count[:, None])
-        stops = np.zeros(tokens.shape, np.bool_)
-        stops[owner, column] = rows.is_stop(index[owner], tokens[owner, column], start[owner] + 1 + column)
-        stopped = np.logical_or.reduce(stops, axis=1)
-        count = np.where(stopped, stops.argmax(axis=1) + 1, count).astype(np.int32)
-        return _Runs(at, index, start, tokens, count, stopped)
+        owner, column = np.nonzero(np.arange(result.tokens.shape[1], dtype=np.int32) < count[:, None])
+        tokens, positions = result.tokens[at[owner], column], start[owner] + 1 + column.astype(np.int32)
+        stops = rows.is_stop(index[owner], tokens, positions)
+        stopped = np.zeros(len(at), np.bool_)
+        if stops.any():
+            stopped[owner[stops]] = True
+            # Backwards, so that the first stop of a row is the last to be written.
+            count[owner[stops][::-1]] = column[stops][::-1] + 1
+            stands = column < count[owner]
+            owner, tokens, positions = owner[stands], tokens[stands], positions[stands]
+        return _Runs(at, index, start, count, stopped, owner, tokens, positions)
 
     def _commit(self, plan: Plan, runs: _Runs) -> None:
         """Bring lengths and known tokens up to what stands; the bounds of rows with a later step in flight narrow."""
@@ -89,20 +96,16 @@ class RunResults(Results):
         rows.committed[index] = runs.start + runs.count
         rows.scheduled[index] -= planned - runs.count
         rows.slack[index] -= planned - np.int32(1)
-        owner, column = np.nonzero(np.arange(runs.tokens.shape[1]) < runs.count[:, None])
-        rows.tokens[index[owner], runs.start[owner] + 1 + column] = runs.tokens[owner, column]
+        rows.tokens[index[runs.owner], runs.positions] = runs.tokens
         rows.known[index] = runs.start + runs.count + 1
 
     def _emit_runs(self, runs: _Runs, result: StepResult) -> None:
         """Tell the tokens and end the rows that they, or the length bound, end."""
-        rows, index = self._holdings.rows, runs.index
-        owner, column = np.nonzero(np.arange(runs.tokens.shape[1]) < runs.count[:, None])
-        if not len(owner):
+        if not len(runs.owner):
             return
-        positions = runs.start[owner] + 1 + column.astype(np.int32)
-        self._outbox.tokens(
-            rows.seq[index[owner]], positions - rows.num_prompt[index[owner]], runs.tokens[owner, column]
-        )
+        rows, index = self._holdings.rows, runs.index
+        speakers = index[runs.owner]
+        self._outbox.tokens(rows.seq[speakers], runs.positions - rows.num_prompt[speakers], runs.tokens)
         if result.logprobs is not None:
             for j in np.flatnonzero(rows.flags[index] & RowFlag.LOGPROBS).tolist():
                 seq = self._sequence(int(index[j]))

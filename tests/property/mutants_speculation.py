@@ -26,9 +26,16 @@ def a_stop_inside_a_run_is_ignored(patch):
     real = RunResults._cut
 
     def cut(self, plan, result, at):
+        rows, is_stop = self._holdings.rows, self._holdings.rows.is_stop
+        last = rows.committed[plan.rows[at]] + result.count[at]
+
+        def only_at_the_end(index, tokens, positions):
+            return is_stop(index, tokens, positions) & np.isin(positions, last)
+
+        rows.is_stop = only_at_the_end
         runs = real(self, plan, result, at)
-        last = result.count[at] == runs.count
-        return type(runs)(runs.at, runs.index, runs.start, runs.tokens, result.count[at], runs.stopped & last)
+        del rows.is_stop
+        return runs
 
     patch.setattr(RunResults, "_cut", cut)
 
