@@ -198,6 +198,21 @@ def test_in_float32_the_deterministic_mode_gives_the_same_bits(name, plain):
             assert (rig.sink.tokens[seq], rig.sink.logprobs[seq]) == (wanted[0], wanted[1])
 
 
+def test_the_chain_rule_is_greedy_where_plain_is_and_repeatable_where_it_draws(plain):
+    name, rule = "tiny-llama-f64", SpeculationConfig(acceptance="chain_rule")
+    wanted = plain(name, ask(PROMPT, OUTPUTS, GREEDY))
+    texts = [PROMPT + wanted[0]]
+    with ModelRig(name, model=drafting(name, texts, 0.7), speculation=rule) as rig:
+        assert_same(run(rig, ask(PROMPT, OUTPUTS, GREEDY)), wanted)
+    drawn = []
+    for _ in range(2):
+        with ModelRig(name, model=drafting(name, texts, 0.7, logits=True), speculation=rule) as rig:
+            drawn.append(run(rig, ask(PROMPT, OUTPUTS, SAMPLINGS["all"])))
+            assert 0 < rig.engine.statistics()["drafts_accepted"] < rig.engine.statistics()["drafts_verified"]
+    assert_same(drawn[0], drawn[1])
+    assert [item.token for item in drawn[0][1]] == drawn[0][0]
+
+
 def test_speculation_that_is_off_or_has_no_drafter_runs_the_plain_path(plain):
     request = ask(PROMPT, OUTPUTS, GREEDY)
     name = "tiny-llama-f64"

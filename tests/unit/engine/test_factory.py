@@ -1,6 +1,7 @@
 """From a model directory to a running engine."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from core.errors import CheckpointError, ConfigError
 from core.request import GenerateRequest, SamplingParams, StopRules
 from core.worker_config import ModelSection
 from engine.cache.kv_memory import anonymous_buffers
-from engine.config import EngineConfig
-from engine.factory import load, open_engine
+from engine.config import EngineConfig, SpeculationConfig
+from engine.factory import drafts_of, load, open_engine
 from engine.loop_sink import LoopSink
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig, scripted_reply
+from tests.fakes.drafting import DraftingModel
 
 MODEL = ScriptedConfig(mean_length=1000)
 
@@ -81,3 +83,20 @@ async def test_an_opened_engine_answers(directory):
     await asyncio.wait_for(done.wait(), 10)
     await engine.stop()
     assert tokens == scripted_reply(MODEL, prompt, 9)
+
+
+def test_drafts_follow_from_the_model_and_the_setting(directory):
+    loaded = load(ModelSection(path=directory), EngineConfig())
+    assert loaded.num_drafts == 0
+    drafting = DraftingModel(loaded.model, [], num_drafts=3)
+    found = {
+        mode: drafts_of(drafting, SpeculationConfig(mode=mode)) for mode in ("auto", "static", "confidence", "off")
+    }
+    assert found == {"auto": 3, "static": 3, "confidence": 3, "off": 0}
+    with pytest.raises(ConfigError, match="no drafter"):
+        drafts_of(loaded.model, SpeculationConfig(mode="static"))
+
+
+def test_workers_with_other_drafts_have_other_fingerprints(directory):
+    loaded = load(ModelSection(path=directory), EngineConfig())
+    assert replace(loaded, num_drafts=5).fingerprint != loaded.fingerprint
