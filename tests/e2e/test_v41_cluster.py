@@ -5,6 +5,9 @@ import json
 import openai
 import pytest
 
+from engine.models.deepseek_v41.parse import parse_config
+from engine.models.deepseek_v41.presets import tiny_config
+from engine.models.deepseek_v41.tokenizer_files import THINK_END, token_ids
 from engine.models.scripted_v41 import (
     GREETING,
     GREETING_ANSWER,
@@ -16,7 +19,7 @@ from engine.models.scripted_v41 import (
     WEATHER_RESULT,
 )
 from tests.fakes.audit import held_pages
-from tests.fakes.deepseek import ARGUMENTS, WEATHER
+from tests.fakes.deepseek import ARGUMENTS, WEATHER, data_url, picture
 from tests.fakes.live_cluster import running_cluster, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -129,3 +132,68 @@ def test_a_model_without_an_image_encoder_says_so(client):
 def test_nothing_is_held_afterwards(cluster, client):
     ask(client, greeting())
     wait_for(lambda: held_pages(cluster) == 0, 10, "pages are still held")
+
+
+# The tiny model itself: random weights, so what it says means nothing, but what it depends on does.
+
+TINY = "v41-tiny"
+CLOSING = token_ids(parse_config(tiny_config()))[THINK_END]
+
+
+@pytest.fixture(scope="module")
+def tiny_cluster(tmp_path_factory):
+    audit = ("--set", "all:engine.audit_every_steps=1")
+    with running_cluster(tmp_path_factory.mktemp("tiny"), *audit, model=TINY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_cluster):
+    with openai.OpenAI(base_url=tiny_cluster.base_url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def look(client, image: int, salt: str, *, think: bool = False, **more):
+    """Ask about the picture of that number; the salt says whose cache may be used."""
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url(picture(200, 120, seed=image))}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    extra = {"cache_salt": salt, "thinking": {"type": "enabled" if think else "disabled"}}
+    messages = [{"role": "user", "content": content}]
+    return client.chat.completions.create(model=TINY, messages=messages, extra_body=extra, **more)
+
+
+def test_an_image_is_answered_with_the_reasoning_split_off(tiny):
+    for seed in range(8):
+        answer = look(tiny, 1, "a", think=True, seed=seed, max_tokens=16, logit_bias={CLOSING: 2})
+        message, usage = answer.choices[0].message, answer.usage
+        assert 0 < usage.completion_tokens_details.reasoning_tokens <= usage.completion_tokens
+        assert "think>" not in (message.content or "") + message.reasoning_content
+        if message.content and message.reasoning_content:
+            return
+    raise AssertionError("no answer had both reasoning and text")
+
+
+def test_an_answer_depends_on_the_pixels_of_its_image(tiny):
+    def first(seed: int, salt: str):
+        answer = look(tiny, seed, salt, max_tokens=1, temperature=0, logprobs=True, top_logprobs=5)
+        (token,) = answer.choices[0].logprobs.content
+        return [(top.token, top.logprob) for top in token.top_logprobs]
+
+    assert first(1, "x") == first(1, "y")
+    assert first(1, "x2") != first(2, "x3")
+
+
+def test_pages_of_an_image_are_reused_for_this_image_only(tiny):
+    def cached(seed: int) -> int:
+        return look(tiny, seed, "shared", max_tokens=1).usage.prompt_tokens_details.cached_tokens
+
+    assert cached(3) == 0
+    assert cached(3) > 0
+    assert cached(4) == 0
+
+
+def test_the_tiny_model_holds_nothing_afterwards(tiny_cluster, tiny):
+    look(tiny, 5, "z", max_tokens=4)
+    wait_for(lambda: held_pages(tiny_cluster) == 0, 10, "pages are still held")
