@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from core.errors import CheckpointError
-from engine.models.manifest import Manifest, read_manifest
+from engine.models.manifest import MANIFEST, Manifest, read_manifest
 from engine.models.model import Model
 
 _LOADERS = {
@@ -39,7 +39,7 @@ def load_model(
     `verify`, file checksums are compared too. Raises `CheckpointError`.
     """
     model = _load(directory, read_manifest(directory, verify=False), name, dtype, mode)
-    if verify:
+    if verify and (directory / MANIFEST).exists():
         # After loading, whose errors name the tensor that is wrong and not only its file.
         read_manifest(directory, verify=True)
     return model

@@ -8,6 +8,8 @@ import torch
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BORDERS = (0.25 + 2**-25, 0.75, 1.25 + 2**-23, 1.75, 2.5 + 2**-22, 3.5, 5.0 + 2**-21)
+"""Least float32 magnitude of each code from 1 on: a tie if that code is even, else what comes right above the tie."""
 _MANTISSA = 0x7FFFFF
 
 
@@ -24,10 +26,8 @@ def e4m3_decode(codes: torch.Tensor) -> torch.Tensor:
 def e2m1_encode(values: torch.Tensor) -> torch.Tensor:
     """Return e2m1 codes 0..15 of finite values, rounded in float32, ties to the even mantissa, clamped to 6."""
     values = values.float()
-    magnitude = values.abs().clamp(max=E2M1_MAX)
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    rounded = torch.round(magnitude / step) * step
-    code = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, rounded / 2 + 4))
+    borders = torch.tensor(_E2M1_BORDERS, device=values.device)
+    code = torch.bucketize(values.abs(), borders, out_int32=True, right=True)
     return code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
 
 
