@@ -97,3 +97,20 @@ def test_retracted_in_the_middle_of_a_run_and_resumed_elsewhere():
         assert rig.sink.tokens[seq] == wanted
         assert rig.engine.statistics()["retractions"] == 1
         assert wanted[:3] + rig.text(prompt, OUTPUTS, outputs=wanted[:3], **SAMPLING) == wanted
+
+
+def test_behind_a_cached_prefix_drafts_change_nothing_either():
+    """Replay: the second prompt goes on behind the first one's pages, and its draft context begins with replayed rows."""
+    prompts = [prompt_of(6, 40), prompt_of(6, 40)[:35] + prompt_of(7, 8)]
+
+    def texts(model, **settings):
+        with rig_of(model, **settings) as rig:
+            found = [rig.text(prompt, 6, **SAMPLING) for prompt in prompts]
+            assert rig.engine.statistics()["cached_tokens"] == 32
+            return found
+
+    wanted = texts(v41(None), speculation=OFF)
+    assert texts(v41(None)) == wanted
+    rng = random.Random(2)
+    known = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
+    assert texts(DraftingModel(v41(None), known, lambda: rng.random() < 0.7)) == wanted

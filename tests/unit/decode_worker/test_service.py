@@ -3,6 +3,7 @@
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 
 from core.errors import (
@@ -78,6 +79,28 @@ async def test_one_frame_per_step_carries_the_deltas_of_all_requests(rig):
     await settle()
     assert len(gateway.frames) == before + 1
     assert sorted(gateway.frames[-1].handles) == list(range(8))
+
+
+async def test_a_run_of_tokens_is_one_delta_and_its_log_probabilities_come_once(rig):
+    gateway = await connected(rig)
+    gateway.submit(1, ask(PROMPT))
+    gateway.submit(2, ask(PROMPT))
+    await settle()
+    rig.engine.step()
+    await settle()
+    first, second = rig.engine.seqs
+    items = tuple(TokenLogprobs(token=token, logprob=-float(token)) for token in (7, 8, 9))
+    rig.engine._emit(
+        seqs=np.array([first, first, first, second], np.int64),
+        positions=np.array([1, 2, 3, 1], np.int32),
+        tokens=np.array([7, 8, 9, 5], np.int32),
+        logprobs={first: items},
+    )
+    await settle()
+    frame = gateway.frames[-1]
+    assert dict(zip(frame.handles, frame.counts, strict=True)) == {1: 3, 2: 1}
+    assert gateway.tokens[1][1:] == [7, 8, 9]
+    assert gateway.logprobs[1] == list(items)
 
 
 async def test_a_first_token_that_ends_the_request_is_answered_at_once_and_its_pages_still_land(rig):
