@@ -17,7 +17,7 @@ FAR = 1e9
 class ReplayRig:
     """Engine, runner and loop in one thread."""
 
-    def __init__(self, *, rule=RULE, max_positions=4096, **settings):
+    def __init__(self, *, rule=RULE, max_positions=4096, num_drafts=0, is_right=lambda: True, **settings):
         settings = {"page_tokens": 4, "num_pages": 96, "num_rows": 6, "chunk_tokens": 16, **settings}
         self.config = EngineConfig(**settings)
         self.rule = rule
@@ -30,10 +30,17 @@ class ReplayRig:
             layout=layout_of(self.config, WINDOW + 2),
             hasher=hasher_of(self.config),
             clock=self.clock,
+            num_drafts=num_drafts,
         )
         self.holdings = self.engine._holdings
         self.runner = ReplayRunner(
-            self.config.num_pages, self.config.num_rows, self.config.page_tokens, rule=rule, on_launch=self._check_plan
+            self.config.num_pages,
+            self.config.num_rows,
+            self.config.page_tokens,
+            rule=rule,
+            on_launch=self._check_plan,
+            num_drafts=num_drafts,
+            is_right=is_right,
         )
         self.sink = Collector()
         self.loop = StepLoop(
@@ -44,7 +51,8 @@ class ReplayRig:
     def _check_plan(self, plan):
         """A step writes only pages of its own rows; the rows it replays write none."""
         rows, size = self.holdings.rows, self.config.page_tokens
-        assert len(plan.tokens) <= max(self.config.chunk_tokens, len(plan.rows) + size), "the budget is exceeded"
+        decoding = int(np.diff(plan.q_start)[plan.use_next == 1].sum())
+        assert len(plan.tokens) <= max(self.config.chunk_tokens, decoding + size), "the budget is exceeded"
         for row, start, length in zip(plan.rows, plan.seq_start, np.diff(plan.q_start), strict=True):
             seq = self.holdings.sequences[int(rows.seq[row])]
             columns = np.arange(max(start, seq.stage.write_from) // size, -(-(start + length) // size))

@@ -145,12 +145,34 @@ class _RowMemory(Memory):
         rings[self.row, position % rings.shape[1]] = (value, position)
 
 
-class ReplayRunner:
-    """`Runner` over numpy memory that computes at collect, as late as it can. Pages hold (entry, position)."""
+class _Ahead(_Dicts):
+    """What would follow on a row's memory: reads through to it, writes beside it."""
 
-    def __init__(self, num_pages, num_rows, page_tokens, *, rule=RULE, on_launch=None):
+    def __init__(self, below):
+        super().__init__()
+        self.below = below
+
+    def entry(self, position):
+        return super().entry(position) if position in self.entries else self.below.entry(position)
+
+    def window(self, kind, position):
+        return super().window(kind, position) if position in self.windows[kind] else self.below.window(kind, position)
+
+
+class ReplayRunner:
+    """`Runner` over numpy memory that computes at collect, as late as it can. Pages hold (entry, position).
+
+    With `num_drafts` it speculates, as `KvRunner` does: wrong drafts are computed like right ones and left lying.
+    """
+
+    def __init__(
+        self, num_pages, num_rows, page_tokens, *, rule=RULE, on_launch=None, num_drafts=0, is_right=lambda: True
+    ):
         self.pages = np.full((num_pages, page_tokens, 2), -1, np.int64)
-        self.rings = {kind: np.full((num_rows, WINDOW + 2, 2), -1, np.int64) for kind in ("encoder", "decoder")}
+        ring = WINDOW + 2 + num_drafts
+        self.rings = {kind: np.full((num_rows, ring, 2), -1, np.int64) for kind in ("encoder", "decoder")}
+        self._num_drafts, self._is_right = num_drafts, is_right
+        self._drafts, self._length = {}, {}
         self.table = np.zeros((num_rows, num_pages), np.int32)
         self.page_tokens = page_tokens
         self.written = set()
@@ -186,30 +208,69 @@ class ReplayRunner:
             self._inits[init.row] = init
             if init.next_token >= 0:
                 self._next[init.row] = init.next_token
-        tokens = np.full((len(plan.rows), 1), -1, np.int32)
-        written_by = {}
+            self._drafts[init.row] = []
+            if init.next_token >= 0:
+                self._length[init.row] = len(init.token_ids) // 4 - 1
+        tokens = np.full((len(plan.rows), 1 + self._num_drafts), -1, np.int32)
+        count, drafted = np.zeros(len(plan.rows), np.int32), np.zeros(len(plan.rows), np.int32)
+        written_by, computed = {}, 0
         for i, row in enumerate(plan.rows.tolist()):
             init = self._inits[row]
             assert init.generation == plan.gens[i], "the row was not set up for its owner"
-            start = int(plan.seq_start[i])
-            ids = plan.tokens[plan.q_start[i] : plan.q_start[i + 1]].tolist()
-            ids = [self._next[row]] if plan.use_next[i] else ids
+            start, ids = self._query(plan, i, init)
+            if not ids:
+                continue
+            computed += len(ids)
             self.computed.append((row, start, start + len(ids), init.write_from))
             self.written = set()
-            chosen = self._row(row, init, ids, start)
+            chosen = self._row(_RowMemory(self, row), init, ids, start)
             for page in self.written:
                 assert written_by.setdefault(page, row) == row, "two rows write one page"
+            self._length[row] = start + len(ids)
             if plan.sample[i]:
-                assert chosen is not None, "the row that chooses a token never reached the decoder"
-                tokens[i, 0] = self._next[row] = chosen
-        return StepResult(step=plan.step, tokens=tokens, count=plan.sample.astype(np.int32), forward_s=0.001)
+                run = chosen[-1:] if not plan.use_next[i] else _run(chosen, ids)
+                assert None not in run, "the row that chooses a token never reached the decoder"
+                tokens[i, : len(run)], count[i] = run, len(run)
+                drafted[i] = len(ids) - 1 if plan.use_next[i] else 0
+                self._next[row] = run[-1]
+                self._length[row] -= len(ids) - len(run) if plan.use_next[i] else 0
+                self._drafts[row] = self._make_drafts(row, init)
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            count=count,
+            forward_s=0.001,
+            drafted=drafted if self._num_drafts else None,
+            computed=computed,
+        )
 
-    def _row(self, row, init, ids, start):
-        chosen = None
+    def _query(self, plan, i, init):
+        row, length = int(plan.rows[i]), int(plan.q_start[i + 1] - plan.q_start[i])
+        if not plan.use_next[i]:
+            return int(plan.seq_start[i]), plan.tokens[plan.q_start[i] : plan.q_start[i + 1]].tolist()
+        if not self._num_drafts:
+            return int(plan.seq_start[i]), [self._next[row]]
+        start = self._length[row]
+        assert plan.seq_start[i] <= start, "the plan's length is not a lower bound"
+        return start, [self._next[row], *self._drafts[row]][: max(0, min(length, init.kv_limit - start))]
+
+    def _make_drafts(self, row, init):
+        drafts, start = [], self._length[row]
+        if init.kv_limit - start < 2:
+            return drafts
+        ahead, token = _Ahead(_RowMemory(self, row)), self._next[row]
+        for i in range(self._num_drafts):
+            (truth,) = self._row(ahead, init, [token], start + i)
+            token = truth if self._is_right() else (truth + 1) % VOCAB
+            drafts.append(token)
+        return drafts
+
+    def _row(self, memory, init, ids, start):
+        """Compute tokens of a row; returns what each of them chooses."""
         keep_from = init.known_tokens - self._rule.keep_tokens if init.known_tokens else 0
-        for position, token in enumerate(ids, start):
-            chosen = compute_row(
-                _RowMemory(self, row),
+        return [
+            compute_row(
+                memory,
                 token,
                 position,
                 floor=init.encoder_floor,
@@ -217,4 +278,13 @@ class ReplayRunner:
                 write_from=init.write_from,
                 seed=init.sampling.seed,
             )
-        return chosen
+            for position, token in enumerate(ids, start)
+        ]
+
+
+def _run(chosen, ids):
+    """The tokens that stand: up to the first one that the next query token differs from."""
+    for i, token in enumerate(chosen[:-1]):
+        if token != ids[i + 1]:
+            return chosen[: i + 1]
+    return chosen

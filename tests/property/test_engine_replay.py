@@ -1,5 +1,7 @@
 """Random traffic with replay: every text is what its floors demand, whatever was cached, retracted or handed over."""
 
+import random
+
 import pytest
 
 from tests.fakes.replay_traffic import ReplayTraffic
@@ -23,6 +25,14 @@ def drive(seed, steps, settings):
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
 def test_every_text_is_what_its_floors_demand(seed, settings):
     drive(seed, 40, settings)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_drafts_too(seed):
+    inner = random.Random(seed)
+    drafts = {"num_drafts": (2, 5)[seed % 2], "is_right": lambda: inner.random() < 0.7}
+    traffic = drive(seed, 40, {**(ROOMY, TIGHT)[seed // 2 % 2], **drafts})
+    assert all(rig.engine.statistics()["drafts_accepted"] for rig in traffic.rigs)
 
 
 def test_the_traffic_reaches_hits_behind_hits():
