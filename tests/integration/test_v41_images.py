@@ -217,3 +217,18 @@ def test_handed_over_is_what_a_single_worker_says(retract):
 def test_a_worker_that_takes_no_images_says_so():
     with ImageRig(images=False) as rig, pytest.raises(BadRequest, match="takes no images"):
         ask(rig)
+
+
+def test_the_generated_checkpoint_takes_images_through_the_registry():
+    with ModelRig("v41-tiny:f32:replay", chunk_tokens=40, num_pages=80) as rig:
+        assert rig.model.facts.images == ImageFacts(token_id=510, rules=tiny_rules())
+        pixels = np.frombuffer(SMALL.pixels, np.uint8).reshape(84, 84, 3).copy()
+        got = rig.model.image_encoder.encode(torch.from_numpy(pixels))
+        assert torch.equal(got, tiny_encoder(torch.float32).encode(torch.from_numpy(pixels)))
+        seq = ask(rig)
+        rig.run()
+        whole = rig.sink.tokens[seq], [item.logprob for item in rig.sink.logprobs[seq]]
+    with ModelRig("v41-tiny:f32:replay", chunk_tokens=16, num_pages=80) as rig:
+        seq = ask(rig)
+        rig.run()
+        assert (rig.sink.tokens[seq], [item.logprob for item in rig.sink.logprobs[seq]]) == whole
