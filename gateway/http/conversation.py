@@ -9,6 +9,9 @@ from core.errors import BadRequest
 from gateway.http.schema import ChatBody, ContentPart, Message
 from gateway.text.chat import Chat, ImagePart
 
+_ENORMOUS = 1 << 30
+"""Characters that nested values are said to have which are too deep to be written down here."""
+
 
 def read_chat(body: ChatBody) -> Chat:
     """Return the conversation of a body; raises `BadRequest` for what is neither text nor image."""
@@ -30,7 +33,14 @@ def read_chat(body: ChatBody) -> Chat:
 def chat_characters(chat: Chat) -> int:
     """Return the size of texts, tools and images, to judge what turning them into a prompt costs."""
     texts = sum(_characters(message) for message in chat.messages)
-    return texts + len(str(chat.tools)) + sum(len(image.url) for image in chat.images)
+    return texts + _size(chat.tools) + sum(len(image.url) for image in chat.images)
+
+
+def _size(value: object) -> int:
+    try:
+        return len(str(value))
+    except RecursionError:
+        return _ENORMOUS
 
 
 def _characters(message: Mapping[str, Any]) -> int:
@@ -38,7 +48,7 @@ def _characters(message: Mapping[str, Any]) -> int:
     if content is not None and not isinstance(content, str):
         content = "".join(part.get("text", "") for part in content)
     rest = (message.get("reasoning_content"), message.get("tool_calls"))
-    return len(content or "") + sum(len(str(value)) for value in rest if value)
+    return len(content or "") + sum(_size(value) for value in rest if value)
 
 
 def _message(message: Message, where: str, images: list[ImagePart]) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class DeepseekChat:
             return recipe.ChatCompletionRequest(body).convert(self._options)
         except recipe.ConversionError as error:
             raise _explain(error) from error
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:
+            # Of JSON that it does not take: other fields, numbers beyond its range, deep nesting.
             raise BadRequest(str(error), param="messages") from error
 
     def _load(self, parts: Sequence[ImagePart], sources: Sequence[recipe.ImageSource]) -> list[MmItem]:

@@ -57,11 +57,13 @@ class TemplateChat:
                 "this model's chats cannot continue a message; leave `continue_final_message` out",
                 param="continue_final_message",
             )
-        ids = self._tokenizer.render_chat(
-            [_plain(message, f"messages[{index}]") for index, message in enumerate(chat.messages)],
-            add_generation_prompt=chat.add_generation_prompt,
-            variables=chat.variables,
-        )
+        messages = [_plain(message, f"messages[{index}]") for index, message in enumerate(chat.messages)]
+        try:
+            ids = self._tokenizer.render_chat(
+                messages, add_generation_prompt=chat.add_generation_prompt, variables=chat.variables
+            )
+        except RecursionError:
+            raise BadRequest("the template arguments are nested too deeply", param="chat_template_kwargs") from None
         return _Rendered(ids, self._tokenizer.vocabulary)
 
 
