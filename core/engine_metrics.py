@@ -15,6 +15,11 @@ ENGINE_METRICS = (
     Exported("engine_prefill_tokens", "tandem_prefill_tokens_total", "Prompt tokens computed."),
     Exported("engine_decode_tokens", "tandem_decode_tokens_total", "Output tokens computed."),
     Exported("engine_cached_tokens", "tandem_cached_tokens_total", "Prompt tokens found in the prefix cache."),
+    Exported(
+        "engine_replayed_tokens",
+        "tandem_replayed_tokens_total",
+        "Tokens before the end of a cached prefix that were computed again for their windows.",
+    ),
     Exported("engine_recomputed_tokens", "tandem_recomputed_tokens_total", "Tokens computed a second time."),
     Exported("engine_retractions", "tandem_retractions_total", "Sequences that lost their pages for a while."),
     Exported("engine_drafts_verified", "tandem_drafts_verified_total", "Draft tokens that the model verified."),

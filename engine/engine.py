@@ -238,6 +238,7 @@ class Engine:
             "prefill_tokens": meter.prefill_tokens,
             "decode_tokens": meter.decode_tokens,
             "cached_tokens": meter.cached_tokens,
+            "replayed_tokens": meter.replayed_tokens,
             "recomputed_tokens": self._departures.recomputed_tokens + living,
             "retractions": self._departures.num_retractions,
             **(self._drafts.statistics() if self._drafts is not None else {}),

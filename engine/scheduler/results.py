@@ -37,6 +37,7 @@ class Meter:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
+    replayed_tokens: int = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
@@ -113,6 +114,7 @@ class Results:
         start = int(plan.seq_start[i])
         seq.recomputed_tokens += max(0, min(end, seq.computed_tokens) - start)
         seq.computed_tokens = max(seq.computed_tokens, end)
+        self.meter.replayed_tokens += max(0, min(end, seq.stage.write_from) - start)
         holdings.publish(seq, end)
         if end == seq.stage.end < int(holdings.rows.goal[seq.row]):
             holdings.begin_stage(seq, end)

@@ -87,6 +87,7 @@ def test_replayed_rows_count_against_the_budget_and_are_not_reported_as_cached_w
     rig.run()
     after = rig.engine.statistics()
     assert after["prefill_tokens"] - before["prefill_tokens"] == len(LONGER) - 40 + 6
+    assert (before["replayed_tokens"], after["replayed_tokens"]) == (0, 6)
     assert rig.sink.started[seq].num_cached_tokens == 40
     assert rig.sink.finished[seq].recomputed_tokens == 0
 
