@@ -31,6 +31,7 @@ class ModelDriver:
         order = np.random.default_rng(7).permutation(num_rows * per_row) + 1
         self.tables = order.reshape(num_rows, per_row)
         self.lengths = [0] * num_rows
+        self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
 
     def batch(self, chunks: dict[int, list[int]]) -> ForwardBatch:
         """Return the batch that computes the next tokens of each row; samples after each row's last token."""
@@ -56,7 +57,16 @@ class ModelDriver:
             sample_at=torch.from_numpy(q_start[1:].astype(np.int64) - 1),
             page_tokens=size,
             deterministic=self.deterministic,
+            history=self._history(rows),
         )
+
+    def _history(self, rows: list[int]) -> torch.Tensor | None:
+        """Return the ids before each chunk, for models that look back."""
+        width = self.model.facts.history_tokens
+        if not width:
+            return None
+        found = [([-1] * width + self._tokens[r][: self.lengths[r]])[-width:] for r in rows]
+        return torch.tensor(found, dtype=torch.int64)
 
     def step(self, chunks: dict[int, list[int]]) -> torch.Tensor:
         """Run one step: row -> its next tokens. Returns logits [rows, vocab] after each row's last token."""
@@ -71,6 +81,7 @@ class ModelDriver:
         with torch.inference_mode():
             logits = self.model.forward(batch, self.kv)
         for row, tokens in chunks.items():
+            self._tokens[row][self.lengths[row] :] = tokens
             self.lengths[row] += len(tokens)
         return logits
 
