@@ -183,9 +183,12 @@ def check_image_room(config: EngineConfig, facts: TokenFacts) -> None:
 
 
 def reuse_rule(config: EngineConfig, layout: KVLayout, facts: TokenFacts) -> ReuseRule:
-    """Return the model's rule as it applies here; raises `ConfigError` if pages or chunks are too small for it."""
+    """Return the model's rule as it applies here; raises `ConfigError` if pages or chunks are too small for it.
+
+    It holds without a prefix cache too: sequences may come from where there is one.
+    """
     rule, size = facts.reuse, config.page_tokens
-    if not config.prefix_cache or (layout.has_row_state and rule.kind is ReuseKind.PAGES):
+    if layout.has_row_state and rule.kind is ReuseKind.PAGES:
         return replace(rule, kind=ReuseKind.NONE)
     if not rule.replays:
         return rule

@@ -190,6 +190,15 @@ def test_an_exact_request_heals_what_approximate_ones_left():
     assert tokens == rig.truth([*LONGER, 5], 6, floors)
 
 
+def test_other_tenants_and_salts_share_no_page_behind_a_hit():
+    rig = ReplayRig()
+    rig.ask(PROMPT, 1)
+    rig.ask(LONGER, 1)
+    tokens, floors = rig.ask(LONGER, 5, cache_salt="other")
+    assert floors.hits == ()
+    assert tokens == rig.truth(LONGER, 5, floors)
+
+
 # Floors belong to the request.
 
 
@@ -299,6 +308,21 @@ def test_a_destination_that_retracts_computes_with_the_sources_floors():
     assert target.engine._planner._retract_one(0.0, keep=0)
     target.run()
     assert target.sink.tokens[seq] == target.truth(LONGER, 16, done.floors)
+
+
+def test_a_destination_without_a_cache_computes_the_sources_hits_again():
+    source, target = ReplayRig(), ReplayRig(prefix_cache=False)
+    source.ask(PROMPT, 1)
+    source.ask(LONGER, 1)
+    third = LONGER + prompt_of(3, 11)
+    seq, moved, done = hand_over(source, target, request_of(third, 16))
+    assert done.floors.hits == (40, 60)
+    assert moved == 18
+    for _ in range(5):
+        target.turn()
+    assert target.engine._planner._retract_one(0.0, keep=0)
+    target.run()
+    assert target.sink.tokens[seq] == target.truth(third, 16, done.floors)
 
 
 def test_a_request_is_resumed_on_another_pair_with_the_first_ones_floors():

@@ -360,3 +360,20 @@ def test_tree_pages_are_in_the_tree_state_until_they_are_freed(engine):
     assert engine.pool.states(evicted).tolist() == [PageState.TREE] * 3
     engine.pool.free(evicted, 0)
     assert engine.pool.num_free == 39
+
+
+def test_borders_are_where_another_chain_can_leave():
+    engine = Engine()
+    for text in ("abcdef", "abxy", "abcdzz"):
+        engine.store(text)
+    assert engine.tree.borders(chain("abcdef")) == (2, 4, 6)
+    assert engine.tree.borders(chain("abcq")) == (2, 3)
+    assert engine.tree.borders(chain("q")) == (0,)
+
+
+def test_an_end_that_nothing_else_hangs_from_is_no_border():
+    engine = Engine()
+    engine.store("ab")
+    row = engine.publish("abcd")
+    engine.tree.unlock(row.receipt, 0)
+    assert engine.tree.borders(chain("abcd")) == (4,)
