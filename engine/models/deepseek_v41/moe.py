@@ -75,6 +75,10 @@ def swiglu(projected: torch.Tensor, limit: float) -> torch.Tensor:
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+_STACKED_EXPERTS = 16
+"""So few experts are computed in one product, whether rows go to them or not; more would only waste work."""
+
+
 class Moe:
     """The feed-forward sublayer."""
 
@@ -114,6 +118,16 @@ class Moe:
 
     def _all_rows(self, entering: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Return the same with products whose shapes do not depend on how rows are routed: experts see every row."""
+        weights = self._weights
+        num_experts = weights.w13.shape[0]
+        if num_experts > _STACKED_EXPERTS:
+            return self._one_by_one(entering, routes)
+        # Weight [E, t, 1] of every row in every expert, zero where it is not routed.
+        share = entering.new_zeros(len(entering), num_experts).scatter_(1, routes.experts, routes.weights)
+        inner = swiglu(entering.expand(num_experts, -1, -1) @ weights.w13.mT, self._limit) * share.t()[:, :, None]
+        return (self._arithmetic.activation(inner) @ weights.w2.mT).sum(0)
+
+    def _one_by_one(self, entering: torch.Tensor, routes: Routes) -> torch.Tensor:
         out = torch.zeros_like(entering)
         for expert in routes.experts.unique().tolist():
             weight = (routes.weights * (routes.experts == expert)).sum(1, keepdim=True)
