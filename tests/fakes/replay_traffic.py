@@ -10,16 +10,16 @@ from core.errors import TandemError
 from core.request import NO_FLOORS, with_floors
 from tests.fakes.engine_rig import request_of
 from tests.fakes.replay_rig import FAR, ReplayRig, hand_over
-from tests.fakes.replay_runner import replay_text
 
 
 class ReplayTraffic:
     """Two rigs and a seeded generator; `step` does one random thing and some passes."""
 
-    def __init__(self, seed, *, longest=56, **settings):
+    def __init__(self, seed, *, longest=56, other=None, **settings):
+        """`other`: settings of the second engine that differ from the first one's."""
         self.random = random.Random(seed)
         self.longest = longest
-        self.rigs = [ReplayRig(**settings) for _ in range(2)]
+        self.rigs = [ReplayRig(**settings), ReplayRig(**settings | (other or {}))]
         self.stems = [[self.random.randrange(90) for _ in range(longest)] for _ in range(2)]
         self.waiting = []
         """(rig, sequence, request, floors that its source reported): texts that are not checked yet."""
@@ -93,7 +93,7 @@ class ReplayTraffic:
         floors = floors if floors is not None else sink.started[seq].floors
         assert request.floors in (None, floors), "floors were given up"
         prompt = list(request.token_ids[: request.num_prompt_tokens])
-        wanted = replay_text(prompt, request.stop.max_tokens, request.sampling.seed, floors)
+        wanted = rig.truth(prompt, request.stop.max_tokens, floors, request.sampling.seed)
         assert [*request.token_ids[len(prompt) :], *tokens] == wanted, (request, floors)
         self.most_hits = max(self.most_hits, len(floors.hits))
         self.said.append((request, list(tokens), floors))

@@ -9,6 +9,7 @@ from tests.property.mutants_replay import MUTANTS
 
 ROOMY = {}
 TIGHT = {"num_pages": 26, "num_rows": 4, "chunk_tokens": 12, "horizon_tokens": 0, "finish_reserve_pages": 0}
+BARE = {"other": {"prefix_cache": False, "chunk_tokens": 11}}
 
 
 def drive(seed, steps, settings):
@@ -22,7 +23,7 @@ def drive(seed, steps, settings):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT, BARE], ids=["roomy", "tight", "bare"])
 def test_every_text_is_what_its_floors_demand(seed, settings):
     drive(seed, 40, settings)
 
