@@ -88,8 +88,7 @@ each_share = pytest.mark.parametrize("share", SHARES)
 
 @each_model
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@each_share
-@pytest.mark.parametrize("num_drafts", [1, 5])
+@pytest.mark.parametrize(("share", "num_drafts"), [(0.0, 5), (0.6, 1), (0.6, 5), (1.0, 5)])
 def test_alone_and_in_chunks(name, sampling, share, num_drafts, plain):
     request = ask(PROMPT, OUTPUTS, SAMPLINGS[sampling])
     wanted = plain(name, request)
@@ -148,7 +147,7 @@ def test_retracted_and_handed_over_and_resumed(name, share, plain):
 
 
 @each_model
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("place", [1, 3, 5])
 def test_a_stop_token_inside_a_run_of_accepted_drafts_ends_it_there(name, place, plain):
     text = plain(name, ask(PROMPT, OUTPUTS, GREEDY))[0]
     stop = text[place]
@@ -174,7 +173,7 @@ def test_stop_tokens_are_masked_up_to_the_minimum_length(name, share, plain):
 
 
 @each_model
-@pytest.mark.parametrize("outputs", [1, 2, 3, 5, 6, 7, 12])
+@pytest.mark.parametrize("outputs", [1, 2, 6, 7])
 def test_any_number_of_outputs(name, outputs, plain):
     request = ask(PROMPT, outputs, GREEDY)
     longer = plain(name, ask(PROMPT, OUTPUTS, GREEDY))[0]
