@@ -4,7 +4,7 @@ Beside it the dense reference of the same weights: `Truth` runs one sequence and
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from engine.models.deepseek_v41.random_weights import random_weights
 from engine.models.deepseek_v41.reference import Reference
 from engine.models.deepseek_v41.replay import ReplayRule
 from engine.models.deepseek_v41.step import DecoderReplay
+from engine.models.drafter import SpeculativeModel
 from engine.models.model import ModelFacts
 
 torch.set_num_threads(1)
@@ -149,9 +150,12 @@ class Driver:
         ends = batch.q_start[1:]
         counts = {r: len(c) if wanted is None else wanted[r] for r, c in chunks.items()}
         at = [np.arange(end - counts[r], end) for r, end in zip(chunks, ends, strict=True)]
-        object.__setattr__(batch, "sample_at", torch.from_numpy(np.concatenate(at).astype(np.int64)))
+        batch = replace(batch, sample_at=torch.from_numpy(np.concatenate(at).astype(np.int64)))
         with torch.inference_mode():
-            logits, captures = self.model.forward_captured(batch, self.kv)
+            if isinstance(self.model, SpeculativeModel):
+                logits, captures = self.model.forward_captured(batch, self.kv)
+            else:
+                logits, captures = self.model.forward(batch, self.kv), None
         self.last = batch, captures
         for row, tokens in chunks.items():
             state = self.rows[row]
