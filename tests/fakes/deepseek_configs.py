@@ -149,3 +149,29 @@ def v4_flash_config() -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
+
+
+def v4_small_config() -> dict[str, Any]:
+    """A small V4 with every kind of layer: window, overlapping groups with a selection, long groups read whole."""
+    return v4_flash_config() | {
+        "num_hidden_layers": 5,
+        "hidden_size": 128,
+        "vocab_size": 512,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 128,
+        "o_lora_rank": 64,
+        "o_groups": 2,
+        "sliding_window": 8,
+        "index_n_heads": 32,
+        "index_head_dim": 64,
+        "index_topk": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+        "num_hash_layers": 2,
+        "num_nextn_predict_layers": 0,
+        "compress_ratios": [0, 4, 128, 4, 128],
+    }

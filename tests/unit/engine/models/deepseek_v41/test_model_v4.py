@@ -14,37 +14,15 @@ from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.random_weights import random_weights
 from engine.models.deepseek_v41.reference import Reference
 from engine.models.drafter import SpeculativeModel
-from tests.fakes.deepseek_configs import v4_flash_config
+from tests.fakes.deepseek_configs import v4_small_config
 from tests.fakes.deepseek_driver import FACTS, Driver, Truth, text
 
-SMALL = {
-    "num_hidden_layers": 5,
-    "hidden_size": 128,
-    "vocab_size": 512,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 4,
-    "head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 128,
-    "o_lora_rank": 64,
-    "o_groups": 2,
-    "sliding_window": 8,
-    "index_n_heads": 32,
-    "index_head_dim": 64,
-    "index_topk": 6,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 512,
-    "num_hash_layers": 2,
-    "num_nextn_predict_layers": 0,
-    "compress_ratios": [0, 4, 128, 4, 128],
-}
 PAGE = 128
 
 
 @pytest.fixture(scope="module")
 def config():
-    return parse_config(v4_flash_config() | SMALL)
+    return parse_config(v4_small_config())
 
 
 @pytest.fixture(scope="module")
