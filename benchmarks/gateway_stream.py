@@ -37,6 +37,7 @@ from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
 from gateway.text.template_chat import TemplateChat
 from gateway.text.tokenizer import Tokenizer
+from tests.fakes.deepseek import WEATHER, load_chat, write_trained
 from tests.fakes.tokenizer import build_tokenizer
 
 STEP_S = 0.010
@@ -57,15 +58,24 @@ CHAT: dict[str, Any] = {
 }
 BARE_CHUNK = b"data: " + b"x" * 186 + b"\n\n"
 """About as long as a chat chunk."""
-CASES: dict[str, dict[str, Any]] = {
-    "bare": {"bare": True},
-    "chat": CHAT,
-    "chat, 4 stop strings, usage": {
-        **CHAT,
-        "stop": ["\n\n\n", "<end>", "zzzz", "User:"],
-        "stream_options": {"include_usage": True},
-    },
-    "chat, continuous usage": {**CHAT, "stream_options": {"continuous_usage_stats": True}},
+ROUTE = "/v1/chat/completions"
+PARSED = "/_deepseek"
+"""Before the route: the same with DeepSeek's format, whose answers are parsed."""
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bare": ("/_bare", {}),
+    "chat": (ROUTE, CHAT),
+    "chat, 4 stop strings, usage": (
+        ROUTE,
+        {
+            **CHAT,
+            "stop": ["\n\n\n", "<end>", "zzzz", "User:"],
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "chat, continuous usage": (ROUTE, {**CHAT, "stream_options": {"continuous_usage_stats": True}}),
+    "DeepSeek reasoning": (PARSED + ROUTE, CHAT),
+    "DeepSeek text": (PARSED + ROUTE, {**CHAT, "thinking": {"type": "disabled"}}),
+    "DeepSeek text, tools": (PARSED + ROUTE, {**CHAT, "thinking": {"type": "disabled"}, "tools": [WEATHER]}),
 }
 
 
@@ -115,15 +125,18 @@ class TickingGenerator:
 
 
 class Measured:
-    """The application with one route more, which tells the CPU time used."""
+    """The applications with routes more: the bare stream, and one that tells the CPU time used."""
 
-    def __init__(self, api: Api, generator: TickingGenerator) -> None:
+    def __init__(self, api: Api, parsing: Api, generators: tuple[TickingGenerator, ...]) -> None:
         self._api = api
-        self._generator = generator
+        self._parsing = parsing
+        self._generators = generators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/_"):
             await self._api(scope, receive, send)
+        elif scope["path"].startswith(PARSED):
+            await self._parsing({**scope, "path": scope["path"].removeprefix(PARSED)}, receive, send)
         elif scope["path"] == "/_bare":
             await self._stream_bare(receive, send)
         else:
@@ -132,7 +145,7 @@ class Measured:
     async def _stream_bare(self, receive: Receive, send: Send) -> None:
         leaving = asyncio.create_task(self._leave(receive))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        async for _ in self._generator.generate(ANY_PROMPT):
+        async for _ in self._generators[0].generate(ANY_PROMPT):
             await send({"type": "http.response.body", "body": BARE_CHUNK, "more_body": True})
             if leaving.done():
                 return
@@ -143,8 +156,9 @@ class Measured:
             pass
 
     async def _tell_cpu(self, send: Send) -> None:
-        generator = self._generator
-        body = json.dumps([time.process_time(), generator.num_tokens, generator.num_behind]).encode()
+        num_tokens = sum(generator.num_tokens for generator in self._generators)
+        num_behind = sum(generator.num_behind for generator in self._generators)
+        body = json.dumps([time.process_time(), num_tokens, num_behind]).encode()
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
@@ -157,24 +171,31 @@ def example_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 async def serve(directory: Path) -> None:
     """Serve until stdin closes; prints the port."""
-    tokenizer = build_tokenizer(directory)
-    generator = TickingGenerator(example_tokens(tokenizer))
-    api = build_asgi(
-        generator,
-        tokenizer,
-        TemplateChat(tokenizer),
-        ApiConfig(),
-        clock=SystemClock(),
-        metrics=HttpMetrics(CollectorRegistry()),
-        is_ready=lambda: True,
-        unix_time=lambda: 0.0,
-    )
-    server = HttpServer(Measured(api, generator), "127.0.0.1", 0)
+    plain = build_tokenizer(directory / "template")
+    (directory / "deepseek").mkdir(exist_ok=True)
+    parsed = load_chat(write_trained(directory / "deepseek"))
+    apis: list[Api] = []
+    generators: list[TickingGenerator] = []
+    for tokenizer, chat_format in ((plain, TemplateChat(plain)), parsed):
+        generators.append(TickingGenerator(example_tokens(tokenizer)))
+        api = build_asgi(
+            generators[-1],
+            tokenizer,
+            chat_format,
+            ApiConfig(),
+            clock=SystemClock(),
+            metrics=HttpMetrics(CollectorRegistry()),
+            is_ready=lambda: True,
+            unix_time=lambda: 0.0,
+        )
+        apis.append(api)
+    server = HttpServer(Measured(apis[0], apis[1], tuple(generators)), "127.0.0.1", 0)
     await server.start()
-    ticking = asyncio.create_task(generator.tick())
+    ticking = [asyncio.create_task(generator.tick()) for generator in generators]
     print(server.port, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    ticking.cancel()
+    for task in ticking:
+        task.cancel()
     await server.drain(1.0)
 
 
@@ -212,7 +233,7 @@ def read_cpu(port: int) -> tuple[float, int, int]:
 class Streams:
     """Many open streams in this process, read and counted as cheaply as possible."""
 
-    def __init__(self, port: int, payload: dict[str, Any], num_streams: int) -> None:
+    def __init__(self, port: int, path: str, payload: dict[str, Any], num_streams: int) -> None:
         self._poll = select.epoll()
         self._links: dict[int, socket.socket] = {}
         self.num_bytes = 0
@@ -222,7 +243,7 @@ class Streams:
             link = socket.create_connection(("127.0.0.1", port))
             link.sendall(
                 b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-                % (b"/_bare" if "bare" in payload else b"/v1/chat/completions", len(body), body)
+                % (path.encode(), len(body), body)
             )
             link.setblocking(False)
             self._links[link.fileno()] = link
@@ -244,10 +265,10 @@ class Streams:
         self._poll.close()
 
 
-def measure(port: int, payload: dict[str, Any], num_streams: int, seconds: float) -> dict[str, float]:
+def measure(port: int, case: str, num_streams: int, seconds: float) -> dict[str, float]:
     """One run: open, warm up, measure, leave."""
     _, tokens_open, _ = read_cpu(port)
-    streams = Streams(port, payload, num_streams)
+    streams = Streams(port, *CASES[case], num_streams)
     try:
         streams.read_for(1.0)
         cpu, tokens, behind = read_cpu(port)
@@ -294,10 +315,10 @@ def main() -> None:
             port = int(server.stdout.readline())
             runs: dict[str, list[dict[str, float]]] = {}
             for _ in range(arguments.runs):
-                for case, payload in CASES.items():
+                for case in CASES:
                     for num_streams in REQUIRED:
                         key = f"{case}, {num_streams} streams"
-                        runs.setdefault(key, []).append(measure(port, payload, num_streams, arguments.seconds))
+                        runs.setdefault(key, []).append(measure(port, case, num_streams, arguments.seconds))
         finally:
             server.stdin.close()
             server.wait(10)

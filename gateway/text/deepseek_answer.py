@@ -4,6 +4,7 @@ The published `deepseek_recipe` parser does the reading; here is what it leaves 
 tokens, ids that never show, exact counts, stop strings, and its events as pieces. Knows no prompt and no HTTP.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,14 @@ class Marks:
     """Begins the markup of tool calls, which ends the reasoning too; None: no tools in this request."""
     shown: frozenset[int]
     """Shown to the parser, however special."""
+
+
+class _Stage(enum.Enum):
+    """Where the parser stands, as far as its events tell."""
+
+    REASONING = enum.auto()
+    TEXT = enum.auto()
+    OTHER = enum.auto()
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -101,9 +110,11 @@ class DeepseekAnswer:
         self._min_tokens = rules.min_tokens
         self._call_prefix = rules.call_prefix
         self._num_tokens = 0
-        self._has_text = False
-        self._is_clear = False
-        """The parser holds nothing back, and text passes it as it is: most tokens of most answers need not be parsed."""
+        self._told = _Stage.OTHER
+        self._told_last = ""
+        """What the parser's last event was about, and its last character."""
+        self._clear = _Stage.OTHER
+        """Not OTHER: the parser holds nothing back, and where it stands, text without marks passes it as it is."""
         self.num_surplus = 0
         self._collected = _Collected()
         processor.push(recipe.InferenceChunk.ready())
@@ -132,21 +143,28 @@ class DeepseekAnswer:
     def _feed(self, text: str) -> None:
         if not text:
             return
-        # Where no tools are, only marks in angle brackets are no plain text; one that is open is held back.
-        can_pass = self._call is None and "<" not in text
-        if can_pass and self._is_clear:
-            self._take_text(text)
+        # Marks are in angle brackets, and space may be held back before one that ends the reasoning or begins calls.
+        # Most tokens have neither, and save the parser's time: it is asked again from the first that might begin
+        # something.
+        keeps_space = self._call is None and _Stage.TEXT in (self._clear, self._told)
+        is_inert = "<" not in text and (keeps_space or not text[-1].isspace())
+        if is_inert and self._clear is not _Stage.OTHER:
+            if self._clear is _Stage.TEXT:
+                self._take_text(text)
+            else:
+                self._collected.reasoning += text
             return
-        self._has_text = False
+        self._told = _Stage.OTHER
         self._collect(self._processor.push(recipe.InferenceChunk.text(text)))
-        self._is_clear = can_pass and self._has_text
+        # What is held back begins with space or an open mark: nothing is, if the end of this text came out.
+        self._clear = self._told if is_inert and self._told_last == text[-1] else _Stage.OTHER
 
     def _end(self, finish: FinishReason, scanner: StopScanner | None) -> FinishReason:
         if scanner is not None and scanner.matched is not None:
             self._processor.close()
             return finish
         self._feed(self._detokenizer.finish())
-        if self._is_clear:
+        if self._clear is not _Stage.OTHER:
             self._processor.close()
         elif scanner is None or scanner.matched is None:
             self._collect(self._processor.push(recipe.InferenceChunk.finish(_FINISH[finish])))
@@ -166,11 +184,13 @@ class DeepseekAnswer:
                 delta = choice.delta
                 if delta.reasoning_content:
                     found.reasoning += delta.reasoning_content
+                    self._told, self._told_last = _Stage.REASONING, delta.reasoning_content[-1]
                 if delta.content:
                     self._take_text(delta.content)
-                    self._has_text = True
+                    self._told, self._told_last = _Stage.TEXT, delta.content[-1]
                 for call in delta.tool_calls:
                     self._take_call(call)
+                    self._told = _Stage.OTHER
                 if choice.finish_reason == "tool_calls":
                     found.is_calling = True
 
