@@ -35,6 +35,7 @@ class Facts:
     vocab_size = VOCAB
     max_positions = 65_536
     eos_token_ids = (0,)
+    images = None
     reuse = PAGES
 
 
