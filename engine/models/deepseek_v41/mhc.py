@@ -6,6 +6,7 @@ meant, the block decides. Every function maps each row alone. Knows no attention
 Shape legend: t rows, hc streams, d hidden.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +54,24 @@ class StreamMixer:
 
 def doubly_stochastic(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Return [t, hc, hc] with rows and columns summing to about one (Sinkhorn; the first round has no row step)."""
-    comb = logits.softmax(-1).add_(eps)
-    comb.div_(comb.sum(1, keepdim=True).add_(eps))
+    hc = logits.shape[-1]
+    rows, columns = _sums(hc, logits.dtype)
+    # As a matrix [t, hc hc]: one product gives every element the sum of its row or column, which is what time goes to.
+    comb = logits.softmax(-1).add_(eps).flatten(1)
+    least = comb.new_full((1,), eps)
+    comb.div_(torch.addmm(least, comb, columns))
     for _ in range(iterations - 1):
-        comb.div_(comb.sum(2, keepdim=True).add_(eps))
-        comb.div_(comb.sum(1, keepdim=True).add_(eps))
-    return comb
+        comb.div_(torch.addmm(least, comb, rows))
+        comb.div_(torch.addmm(least, comb, columns))
+    return comb.unflatten(1, (hc, hc))
+
+
+@functools.cache
+def _sums(hc: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two constant matrices [hc hc, hc hc]: sums over the second index of an element, and over the first."""
+    number = torch.arange(hc * hc)
+    same_row = number[:, None].div(hc, rounding_mode="floor") == number.div(hc, rounding_mode="floor")
+    return same_row.to(dtype), (number[:, None] % hc == number % hc).to(dtype)
 
 
 class HeadMixer:
