@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.models.deepseek_v41 import paged_attention, paged_index, tiles
 from tests.fakes.deepseek_driver import Driver, Truth, reference, text, tiny_model
 
 CLOSE = {"atol": 1e-9, "rtol": 0}
@@ -98,3 +99,15 @@ def test_float32_serves_what_float64_means(truth):
     agree = (got.argmax(1) == whole.argmax(1)).float().mean()
     assert agree > 0.8
     assert got.dtype is torch.float32
+
+
+def test_budgets_of_memory_change_nothing(truth, monkeypatch):
+    ids, whole = truth
+    monkeypatch.setattr(paged_index, "_SCORE_BYTES", 4096)
+    monkeypatch.setattr(paged_attention, "_SHARED_BYTES", 0)
+    monkeypatch.setattr(tiles, "_FREE_ROWS", 16)
+    driver = Driver(tiny_model())
+    driver.step({r: text(r, 20 + r) for r in (0, 2)})
+    got = [driver.step({1: ids[:50], 0: [5]})[1], driver.step({0: [7], 1: ids[50:51], 2: [9]})[1]]
+    got.append(driver.step({2: [1] * 9, 1: ids[51:]})[1])
+    torch.testing.assert_close(torch.cat(got), whole, **CLOSE)
