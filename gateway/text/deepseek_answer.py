@@ -5,6 +5,7 @@ tokens, ids that never show, exact counts, stop strings, and its events as piece
 """
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from gateway.text.piece import CallDelta, Piece
 from gateway.text.stop import StopScanner
 from gateway.text.vocabulary import Vocabulary
 
+_RUNS = re.compile(r"[^\n<]+|[\n<]+")
 _FINISH = {
     FinishReason.STOP: recipe.InferenceFinishReason.Stop,
     FinishReason.LENGTH: recipe.InferenceFinishReason.Length,
@@ -141,23 +143,31 @@ class DeepseekAnswer:
         return len(delta.token_ids), delta.finish
 
     def _feed(self, text: str) -> None:
-        if not text:
+        if text and self._clear is not _Stage.OTHER and self._is_inert(text):
+            self._take(text)
             return
-        # Marks are in angle brackets, and space may be held back before one that ends the reasoning or begins calls.
-        # Most tokens have neither, and save the parser's time: it is asked again from the first that might begin
-        # something.
-        keeps_space = self._call is None and _Stage.TEXT in (self._clear, self._told)
-        is_inert = "<" not in text and (keeps_space or not text[-1].isspace())
-        if is_inert and self._clear is not _Stage.OTHER:
-            if self._clear is _Stage.TEXT:
-                self._take_text(text)
-            else:
-                self._collected.reasoning += text
-            return
-        self._told = _Stage.OTHER
-        self._collect(self._processor.push(recipe.InferenceChunk.text(text)))
-        # What is held back begins with space or an open mark: nothing is, if the end of this text came out.
-        self._clear = self._told if is_inert and self._told_last == text[-1] else _Stage.OTHER
+        # The parser holds back whole what it is given if a mark may begin in it: it gets text and marks apart.
+        for run in _RUNS.findall(text):
+            is_inert = self._is_inert(run)
+            if is_inert and self._clear is not _Stage.OTHER:
+                self._take(run)
+                continue
+            self._told = _Stage.OTHER
+            self._collect(self._processor.push(recipe.InferenceChunk.text(run)))
+            # What is held back begins with a line end or an open mark: nothing is, if the end of this run came out.
+            self._clear = self._told if is_inert and self._told_last == run[-1] else _Stage.OTHER
+
+    def _is_inert(self, text: str) -> bool:
+        """Return whether no mark can begin in `text`, nor the line ends that go with one: most tokens have neither."""
+        keeps_lines = self._call is None and _Stage.TEXT in (self._clear, self._told)
+        return "<" not in text and (keeps_lines or "\n" not in text)
+
+    def _take(self, text: str) -> None:
+        """Take text that the parser need not see."""
+        if self._clear is _Stage.TEXT:
+            self._take_text(text)
+        else:
+            self._collected.reasoning += text
 
     def _end(self, finish: FinishReason, scanner: StopScanner | None) -> FinishReason:
         if scanner is not None and scanner.matched is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import deepseek_recipe as recipe
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.request import FinishReason
@@ -20,6 +20,7 @@ WORDS = st.sampled_from(
     [
         *("Hello", " world", "\n", "\n\n", " ", "a<b", "<", "</", "｜", "你好", "🌍", "STOP", "ST", "OP", "é", "{"),
         *("\n<", "<\n", "</t", " <", "\t", "think>", "\u00a0", "\r\n", "x\n\ny", "\n\n<｜DSM"),
+        *("\n<｜DSML｜", " <｜DSML｜ ", "｜DSML｜ ", " \n", "\n "),
     ]
 )
 TEXT = st.lists(WORDS, max_size=6).map("".join)
@@ -101,14 +102,14 @@ def read(rendered, rules: TextRules, ids: list[int], cuts: list[int], finish: Fi
     )
 
 
-def official_read(rendered, tokenizer: recipe.Tokenizer, ids: list[int], finish: FinishReason):
-    """(message, finish reason, usage) as the published package reads the same tokens at once."""
+def official_read(rendered, tokenizer: recipe.Tokenizer, said: recipe.InferenceChunk | None, finish: FinishReason):
+    """(message, finish reason, usage) as the published package reads the same answer at once."""
     generator = recipe.ChatCompletionRequest.chunk_generator(rendered.request, "", "")
     processor = recipe.StreamProcessor(generator, rendered.request.parsing_options, tokenizer)
     kind = recipe.InferenceFinishReason.Stop if finish is FinishReason.STOP else recipe.InferenceFinishReason.Length
     chunks = processor.push(recipe.InferenceChunk.ready())
-    if ids:
-        chunks += processor.push(recipe.InferenceChunk.tokens(ids))
+    if said is not None:
+        chunks += processor.push(said)
     chunks += processor.push(recipe.InferenceChunk.finish(kind))
     chunks += processor.finish()
     answer = recipe.ChatCompletionResponse("", "", 0, 0, 0)
@@ -146,6 +147,9 @@ CHATS = (
     st.sampled_from(FinishReason),
     st.integers(0, 3),
 )
+@example(CHATS[2], "Hello\n\n｜｜｜DSML｜" + CALL_TEXT, [15, 16, 17], FinishReason.STOP, 0)
+@example(CHATS[3], "Hello\n</｜DSML｜", [], FinishReason.STOP, 0)
+@example(CHATS[1], "Hello</think>", [], FinishReason.STOP, 0)
 def test_every_cut_gives_what_the_published_parser_reads_at_once(tiny, chat, answer, cuts, finish, cut_off):
     tokenizer, form, official = tiny
     rendered = form.render(chat)
@@ -163,7 +167,9 @@ def test_every_cut_gives_what_the_published_parser_reads_at_once(tiny, chat, ans
     assert EOS_TEXT not in found.text + found.reasoning
     if _ends_inside_a_character(ids):
         return  # the package drops such a rest; here it shows as U+FFFD
-    message, ending, usage = official_read(rendered, official, ids, finish)
+    # Of broken marks the package reads ids a little differently from their text; ours reads text.
+    text = tokenizer.decode(ids, skip_special=False)
+    message, ending, _ = official_read(rendered, official, recipe.InferenceChunk.text(text) if text else None, finish)
     assert found.text == (message["content"] or "")
     assert found.reasoning == (message.get("reasoning_content") or "")
     calls = message.get("tool_calls") or []
@@ -173,6 +179,7 @@ def test_every_cut_gives_what_the_published_parser_reads_at_once(tiny, chat, ans
     assert found.ending == ending
     assert [call[0] for call in found.calls] == [f"call_{index}" for index in range(len(calls))]
     if rendered.reasons and tokenizer.added_tokens["</think>"] in ids and "DSML" not in answer.partition("</think>")[0]:
+        _, _, usage = official_read(rendered, official, recipe.InferenceChunk.tokens(ids), finish)
         told = usage["completion_tokens_details"]["reasoning_tokens"]
         # The package leaves out the closing mark and line breaks that it drops; here all that was spent counts.
         assert told < found.reasoning_tokens <= told + 1 + answer.count("\n")
