@@ -36,8 +36,7 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_pixels: Annotated[int, Meta(ge=1)] = 50_000_000
     """Of one picture as sent; larger ones are refused before they are decoded."""
     max_bytes: Annotated[int, Meta(ge=1)] = 40 << 20
-    """Of all images of a request as the model sees them: they travel with the request, in one message of at most
-    `core.rpc.channel.MAX_MESSAGE_BYTES`."""
+    """Of all images of a request as the model sees them: they travel with it, in parts (`core.rpc.pixels`)."""
 
 
 def decode_url(part: ImagePart) -> bytes:

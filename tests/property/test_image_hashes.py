@@ -12,8 +12,10 @@ from core.hashing import PageHasher, image_digest, image_pages
 from core.ids import RequestId
 from core.request import MmItem
 from core.worker import Role
+from engine.cache.events import EventRecorder
 from engine.cache.hit import PAGES
 from engine.cache.page_pool import PagePool
+from engine.cache.plain_names import PlainNames
 from engine.cache.prefix_tree import PrefixTree
 from engine.events import SeqId
 from engine.scheduler.chains import Chains
@@ -73,7 +75,8 @@ def build_router() -> Router:
 def engine_hashes(request) -> list[bytes]:
     """What an engine calls the pages of a request when the gateway told it nothing."""
     hasher = PageHasher(SECRET, namespace(), PAGE_TOKENS)
-    chains = Chains(PAGES, hasher, PrefixTree(PagePool(8, PAGE_TOKENS)), caches=True)
+    tree = PrefixTree(PagePool(8, PAGE_TOKENS))
+    chains = Chains(PAGES, hasher, tree, PlainNames(EventRecorder()), caches=True)
     tokens = np.asarray(request.token_ids, np.int32)
     untold = msgspec.structs.replace(request, page_hashes=())
     seq = Sequence(SeqId(1), untold, 0.0, 1, False, SeqState.WAITING, tokens, [])
