@@ -25,8 +25,15 @@ class Turn:
         return Turn(self.cos[rows], self.sin[rows])
 
 
+_FIRST_POSITIONS = 8192
+
+
 class RopeTables:
-    """Both tables of a model, for positions 0..num_positions - 1."""
+    """Both tables of a model, for positions 0..num_positions - 1.
+
+    A table grows when a position behind its end is asked for: a million positions would take half a gigabyte, and few
+    deployments see them. Used by one thread.
+    """
 
     def __init__(self, config: V41Config, num_positions: int, dtype: torch.dtype) -> None:
         scaling = RopeScaling()
@@ -40,15 +47,24 @@ class RopeTables:
                 original_max_positions=yarn.original_max_positions,
                 attention_factor=1.0,
             )
-        self._tables = {
-            "window": Rotary(config.rope_dim, num_positions, config.rope_theta, RopeScaling(), dtype),
-            "compress": Rotary(config.rope_dim, num_positions, config.compress_rope_theta, scaling, dtype),
-        }
+        self._dim, self._dtype, self._most = config.rope_dim, dtype, num_positions
+        self._bases = {"window": (config.rope_theta, RopeScaling()), "compress": (config.compress_rope_theta, scaling)}
+        self._sizes = dict.fromkeys(self._bases, min(num_positions, _FIRST_POSITIONS))
+        self._tables = {kind: self._table(kind) for kind in self._bases}
 
     def at(self, kind: str, positions: torch.Tensor) -> Turn:
         """Return the turns of int64 positions [t]; `kind` is a layer plan's `rope`."""
+        last = int(positions.max()) if len(positions) else 0
+        if self._sizes[kind] <= last < self._most:
+            while self._sizes[kind] <= last:
+                self._sizes[kind] = min(2 * self._sizes[kind], self._most)
+            self._tables[kind] = self._table(kind)
         cos, sin = self._tables[kind].at(positions)
         return Turn(cos[:, 0], sin[:, 0])
+
+    def _table(self, kind: str) -> Rotary:
+        theta, scaling = self._bases[kind]
+        return Rotary(self._dim, self._sizes[kind], theta, scaling, self._dtype)
 
 
 def rotate(x: torch.Tensor, turn: Turn, *, inverse: bool = False) -> torch.Tensor:

@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 import torch
 
 from engine.models.deepseek_v41.attention import attend
@@ -90,3 +91,16 @@ def test_neighbours_turn_as_complex_numbers_in_the_last_dimensions_only():
     assert (got[..., 8:] - wanted).abs().max() < 1e-12
     assert (rotate(got, turn, inverse=True) - x).abs().max() < 1e-12
     assert torch.equal(rotate(x[:, 0], turn), got[:, 0])
+
+
+def test_tables_grow_to_the_same_bits_and_no_further_than_the_model():
+    grown, whole = (RopeTables(real_rope(), 40_000, torch.float32) for _ in range(2))
+    at = torch.tensor([0, 1, 8191, 8192, 20_000, 39_999])
+    whole.at("compress", at)
+    for position in at.tolist():
+        one = grown.at("compress", torch.tensor([position]))
+        both = whole.at("compress", torch.tensor([position, 3]))
+        assert torch.equal(one.cos[0], both.cos[0])
+        assert torch.equal(one.sin[0], both.sin[0])
+    with pytest.raises(IndexError):
+        grown.at("compress", torch.tensor([40_000]))

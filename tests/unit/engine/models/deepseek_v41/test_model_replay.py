@@ -166,3 +166,14 @@ def test_settings_that_would_lose_needed_rows_are_refused():
         tiny_model(mode="compact", keep=13)
     with pytest.raises(ConfigError, match="mode"):
         tiny_model(mode="sometimes")
+
+
+def test_the_draft_model_is_given_the_rows_of_the_decoder_windows_in_either_mode():
+    ids, seen = text(2, LENGTH), []
+    for mode in ("mask", "compact"):
+        driver = Driver(tiny_model(mode=mode))
+        driver.restart(1, known=LENGTH)
+        driver.step({1: ids[:45], 0: [5, 6]}, wanted={1: 0, 0: 1})
+        seen.append(driver.last[1])
+    assert seen[0].at.tolist() == seen[1].at.tolist() == [40, 41, 42, 43, 44, 45, 46]
+    torch.testing.assert_close(seen[0].values, seen[1].values, **CLOSE)
