@@ -83,9 +83,7 @@ class EngineDesk:
 
         def run(engine: DecodeEngine) -> None:
             try:
-                engine.commit(
-                    seq, first.tokens, first.logprobs, finish, first.num_cached_tokens, floors=first.floors
-                )
+                engine.commit(seq, first.tokens, first.logprobs, finish, first.num_cached_tokens, floors=first.floors)
             except InvariantError:
                 raise  # not this hand-over's: the pool is wrong, and the process ends
             except TandemError as error:
