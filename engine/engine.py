@@ -40,6 +40,10 @@ from engine.scheduler.sources import Sources
 from engine.sequence import SeqState, Sequence
 
 
+NO_DRAFTS = {"drafts_verified": 0, "drafts_accepted": 0}
+"""Counters of an engine whose model has no drafter: the metrics exist all the same."""
+
+
 class Engine:
     """LocalWork, SourceWork and DestinationWork over one pool of rows and pages. Scheduler thread only."""
 
@@ -241,7 +245,7 @@ class Engine:
             "replayed_tokens": meter.replayed_tokens,
             "recomputed_tokens": self._departures.recomputed_tokens + living,
             "retractions": self._departures.num_retractions,
-            **(self._drafts.statistics() if self._drafts is not None else {}),
+            **(self._drafts.statistics() if self._drafts is not None else NO_DRAFTS),
         }
 
     def post_mortem(self) -> list[str]:
