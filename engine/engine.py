@@ -39,7 +39,6 @@ from engine.scheduler.runs import RunResults
 from engine.scheduler.sources import Sources
 from engine.sequence import SeqState, Sequence
 
-
 NO_DRAFTS = {"drafts_verified": 0, "drafts_accepted": 0}
 """Counters of an engine whose model has no drafter: the metrics exist all the same."""
 
