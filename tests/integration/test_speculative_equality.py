@@ -218,4 +218,6 @@ def test_speculation_that_is_off_or_has_no_drafter_runs_the_plain_path(plain):
     name = "tiny-llama-f64"
     with ModelRig(name, model=drafting(name, [], 1.0), speculation=SpeculationConfig(mode="off")) as rig:
         assert_same(run(rig, request), plain(name, request))
-        assert "drafts_verified" not in rig.engine.statistics()
+        statistics = rig.engine.statistics()
+        assert (statistics["drafts_verified"], statistics["drafts_accepted"]) == (0, 0)
+        assert "drafts_accepted_at_0" not in statistics, "an engine that keeps counts by place does speculate"
