@@ -28,8 +28,11 @@ class EngineCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
-    def post(self, fn: Callable[[DecodeEngine], object]) -> None:
-        """Run `fn` on the scheduler thread, in order of posting, and forget its result."""
+    def post(self, fn: Callable[[DecodeEngine], object], *, always: bool = False) -> None:
+        """Run `fn` on the scheduler thread, in order of posting, and forget its result.
+
+        `always`: accepted however many calls wait, because it gives back what one of them took.
+        """
         ...
 
 
@@ -95,7 +98,7 @@ class EngineDesk:
 
     def abort(self, seq: SeqId) -> None:
         """End a sequence of any kind within one step."""
-        self._calls.post(lambda engine: engine.abort(seq))
+        self._calls.post(lambda engine: engine.abort(seq), always=True)
 
     def give_back(self, seq: SeqId) -> None:
         """End a booking that no pull has taken: nothing was landed, so no page is open."""
@@ -104,7 +107,7 @@ class EngineDesk:
             engine.abort(seq)
             engine.drop(seq, ())
 
-        self._calls.post(run)
+        self._calls.post(run, always=True)
 
     # DestinationHost
 
@@ -132,12 +135,12 @@ class EngineDesk:
     def drop(self, seq: int, open_pages: Sequence[int]) -> None:
         """The hand-over ended without commit."""
         pages = tuple(open_pages)
-        self._calls.post(lambda engine: engine.drop(SeqId(seq), pages))
+        self._calls.post(lambda engine: engine.drop(SeqId(seq), pages), always=True)
 
     def prove(self, pages: Sequence[int]) -> None:
         """Those pages are quiesced."""
         proven = tuple(pages)
-        self._calls.post(lambda engine: engine.prove(proven))
+        self._calls.post(lambda engine: engine.prove(proven), always=True)
 
     def _hop(self, settle: Callable[[LandingPages | TandemError], None], result: LandingPages | TandemError) -> None:
         self._loop.call_soon_threadsafe(settle, result)

@@ -49,12 +49,12 @@ class CallInbox:
     def is_closed(self) -> bool:
         return self._closed
 
-    def put(self, call: _Call) -> None:
-        """Append; raises `NoCapacity` when full and `WorkerLost` when closed."""
+    def put(self, call: _Call, *, always: bool = False) -> None:
+        """Append; raises `NoCapacity` when full, unless `always`, and `WorkerLost` when closed."""
         with self._changed:
             if self._closed:
                 raise WorkerLost("the engine has stopped")
-            if len(self._calls) >= self._limit:
+            if len(self._calls) >= self._limit and not always:
                 raise NoCapacity("the engine does not keep up with its calls", retry_after_s=1.0)
             self._calls.append(call)
             self._changed.notify()
@@ -159,13 +159,15 @@ class EngineThread:
         self._inbox.put(_Call(run, lambda error: hop(None, error)))
         return await answer
 
-    def post(self, fn: Callable[[Engine], object]) -> None:
+    def post(self, fn: Callable[[Engine], object], *, always: bool = False) -> None:
         """Run `fn` on the scheduler thread, in order of posting, and forget its result. Any thread.
 
-        After the engine has stopped this does nothing: what `fn` would release is gone with it.
+        `always` is for what gives back something that an accepted call took: such calls are as many as those, and a
+        refused one would be a leak. Others raise `NoCapacity` while the inbox is full. After the engine has stopped
+        this does nothing: what `fn` would release is gone with it.
         """
         with contextlib.suppress(WorkerLost):
-            self._inbox.put(_Call(fn))
+            self._inbox.put(_Call(fn), always=always)
 
     def heartbeat_age_s(self) -> float:
         """Return the seconds since the loop's last pass began. Any thread."""

@@ -27,8 +27,11 @@ class SourceCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
-    def post(self, fn: Callable[[SourceWork], object]) -> None:
-        """Run `fn` on the scheduler thread, in order of posting, and forget its result."""
+    def post(self, fn: Callable[[SourceWork], object], *, always: bool = False) -> None:
+        """Run `fn` on the scheduler thread, in order of posting, and forget its result.
+
+        `always`: accepted however many calls wait, because it gives back what one of them took.
+        """
         ...
 
 
@@ -114,7 +117,7 @@ class PrefillService:
 
     def stop(self, seq: int) -> None:
         """Unpin; in any state; idempotent."""
-        self._calls.post(lambda engine: engine.release(SeqId(seq)))
+        self._calls.post(lambda engine: engine.release(SeqId(seq)), always=True)
 
     async def epochs_unchanged(self, seq: int) -> bool:
         """Ask the engine whether all pages announced for the sequence are still its own."""

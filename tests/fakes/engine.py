@@ -293,7 +293,7 @@ class InlineEngine:
     async def call(self, fn):
         return fn(self.engine)
 
-    def post(self, fn):
+    def post(self, fn, *, always=False):
         fn(self.engine)
 
 
@@ -325,7 +325,7 @@ class EngineOnThread:
         self._jobs.put(run)
         return await answer
 
-    def post(self, fn):
+    def post(self, fn, *, always=False):
         self._jobs.put(fn)
 
     def stop(self):

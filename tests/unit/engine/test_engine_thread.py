@@ -193,6 +193,15 @@ def test_a_full_inbox_refuses():
     inbox.put(_Call(lambda engine: None))
 
 
+def test_a_full_inbox_takes_what_gives_back():
+    """A `drop` that is refused would leave its pages LANDING for ever."""
+    inbox, ran = CallInbox(limit=1), []
+    inbox.put(_Call(lambda engine: ran.append("take")))
+    inbox.put(_Call(lambda engine: ran.append("give back")), always=True)
+    assert inbox.run_some(None, limit=2) == 2
+    assert ran == ["take", "give back"]
+
+
 def test_a_closed_inbox_wakes_the_sleeper_and_refuses():
     inbox = CallInbox()
     sleeper = threading.Thread(target=inbox.wait, args=(30,))
