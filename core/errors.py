@@ -12,6 +12,7 @@
     │   └── NoWorker          503  UNAVAILABLE          no worker of a role is ready
     ├── Draining              503  UNAVAILABLE          this process is going away; ask another
     ├── NamespaceMismatch     503  FAILED_PRECONDITION  peers of different fingerprint; the pair is refused
+    │   └── LayoutMismatch    503  FAILED_PRECONDITION  the same model, but its KV cannot be read as ours
     ├── LeaseLost             503  ABORTED              the source's promise ended before the data was safe
     ├── TransferFailed        503  ABORTED              bytes did not arrive, or not the right ones
     │   └── ChecksumMismatch  503  DATA_LOSS
@@ -94,6 +95,12 @@ class NamespaceMismatch(TandemError):
     """Peers differ in model, epoch, layout or protocol; the pair is refused."""
 
     code, http_status, grpc_status, retryable = "namespace_mismatch", 503, "FAILED_PRECONDITION", True
+
+
+class LayoutMismatch(NamespaceMismatch):
+    """KV layouts differ where no plan can bridge it; the message names the path and both values."""
+
+    code, http_status, grpc_status, retryable = "layout_mismatch", 503, "FAILED_PRECONDITION", True
 
 
 class LeaseLost(TandemError):

@@ -6,6 +6,7 @@ A layout is a list of components paired by name, never by position. Units: bytes
 
 import enum
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,14 @@ class ComponentKind(enum.StrEnum):
     """One record per row: recurrent or compressor state at exactly the committed length."""
 
 
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """One group of a STATE record that tensor parallelism cuts on its own, in bytes of the group as a whole."""
+
+    total: int
+    first: int
+    nbytes: int
+
+
 class Component(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a sequence's KV. Record i lies at `offset + i * stride_bytes` of region `region`."""
 
@@ -40,6 +49,15 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """Which registered region of the worker holds it."""
     layers: tuple[str, ...] = ()
     heads: int = 0
+    """KV heads in this worker's records; 0: a flat record that every tensor-parallel rank holds whole."""
+    total_heads: int = 0
+    """KV heads of the model, from its configuration; 0: `heads` are all there are."""
+    first_head: int = 0
+    """Which of them is the first one here."""
+    axes: Literal["HND", "NHD"] = "HND"
+    """A record is [layers, key and value, then heads, tokens, head_dim] or [..., tokens, heads, head_dim]."""
+    shards: tuple[Shard, ...] = ()
+    """STATE only: the groups whose parts follow each other in the record; empty: it is not cut."""
     head_dim: int = 0
     elem: str = ""
     """Element type as the engine names it, e.g. ``f32``; part of the semantics."""

@@ -5,6 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from core.tls import TlsSection
+
 
 class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `[worker]`: who this process is and where it listens."""
@@ -23,6 +25,7 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Membership addresses (host:port); sibling gateway processes are found from these."""
     secret_file: str = ""
     """File with the cluster secret, equal for all processes. Empty: an open cluster."""
+    tls: TlsSection = TlsSection()
     domain: str = ""
     """Network domain (slice, rack): routing prefers pairs inside one."""
     run_dir: str = ""

@@ -20,6 +20,7 @@ from core.listener import Listener, Probes
 from core.metrics import Metrics
 from core.process import Departure, ReadyFile, check_port
 from core.rpc.admin import Description, Statistics, add_admin
+from core.rpc.health import Health
 from core.rpc.kv_index import add_kv_index
 from core.rpc.membership_client import MembershipClient
 from core.rpc.proof import Proof
@@ -93,6 +94,7 @@ class WorkerShell:
         self._load: Load | None = None
         self._is_registered = False
         self._ticked_at = clock.now()
+        self._health: Health | None = None
         self._facts: dict[str, Any] = {}
         self.http_address = ""
 
@@ -136,6 +138,7 @@ class WorkerShell:
         add_kv_index(server, body)
         port = await server.start(self._section.host, self._section.port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
+        self._health = server.health
         registration = register(self._address(port), self.http_address)
         self._facts = _facts(registration)
         await self._refresh(body, exported)
@@ -170,6 +173,8 @@ class WorkerShell:
             return
         self._lifecycle.move(State.DRAINING)
         membership.report_load()
+        if self._health is not None:
+            await self._health.show(is_ready=False)
 
         async def finish() -> None:
             await membership.leave("draining", LEAVE_S)
@@ -191,6 +196,8 @@ class WorkerShell:
         self._is_registered = self._membership is not None and self._membership.holds_lease
         self._load = await body.load()
         exported.update((await body.statistics(audit=False)).values)
+        if self._health is not None:
+            await self._health.show(not self._ready())
 
     def _address(self, port: int) -> str:
         host = self._section.advertise_host or self._section.host

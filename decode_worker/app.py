@@ -17,6 +17,7 @@ from core.rpc.generate import add_generate
 from core.rpc.kv_source import KvSourceDialer
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
+from core.tls import check_tls
 from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from decode_worker.body import DecodeBody
@@ -43,7 +44,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
     loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
     secret = read_secret(config.worker.secret_file)
     check_transports(config.transfer.transports)
-    proof, metrics = Proof(secret, incarnation), Metrics()
+    proof, metrics = Proof(secret, incarnation, check_tls(config.worker.tls)), Metrics()
     exported = ExportedStatistics(metrics, DECODE_METRICS)
     shell = WorkerShell(
         section=config.worker, kind="decode", proof=proof, metrics=metrics, departure=departure, clock=clock

@@ -20,10 +20,12 @@ from core.metrics import Metrics
 from core.process import Departure, ReadyFile
 from core.rpc.admin import add_admin
 from core.rpc.generate import GenerateClient
+from core.rpc.health import Health
 from core.rpc.kv_index import KvIndexClient
 from core.rpc.membership import add_membership
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
+from core.tls import check_tls
 from gateway.admin import KIND, GatewayAdmin
 from gateway.admission import Admission
 from gateway.attempt import RetryBudget
@@ -70,7 +72,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
     clock = SystemClock()
     lifecycle = Lifecycle(lambda state: logger.info("state: %s", state.value))
     secret = read_secret(config.secret_file) if config.secret_file else b""
-    proof = Proof(secret, fresh_incarnation())
+    proof = Proof(secret, fresh_incarnation(), check_tls(config.tls))
     tokenizer = load_tokenizer(Path(config.model.path), lambda: datetime.now(UTC))
     metrics = Metrics()
     gateway_metrics = GatewayMetrics(metrics)
@@ -103,13 +105,13 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
             model=config.model.name,
         )
         listener_address = _open_listener(config, admin, metrics, departure, stack)
-        membership_address = await _open_membership(config, core.membership, admin, proof, stack)
+        membership_address, health = await _open_membership(config, core.membership, admin, proof, stack)
         http = HttpServer(api, config.http.host, config.http.port)
         await http.start()
         stack.push_async_callback(http.drain, HTTP_CUT_S)
         stack.push_async_callback(tasks.close)
         tasks.spawn(core.membership.sweep(), name="membership sweep")
-        tasks.spawn(_refresh(admin), name="gauges")
+        tasks.spawn(_refresh(admin, health), name="gauges")
         lifecycle.move(State.READY)
         facts = {
             "http_address": f"{config.http.host}:{http.port}",
@@ -201,13 +203,13 @@ def _open_listener(
 
 async def _open_membership(
     config: GatewayConfig, membership: Membership, admin: GatewayAdmin, proof: Proof, stack: AsyncExitStack
-) -> str:
+) -> tuple[str, Health]:
     server = RpcServer(proof)
     add_membership(server, membership)
     add_admin(server, admin)
     port = await server.start(config.membership.host, config.membership.port)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
-    return f"{config.membership.host}:{port}"
+    return f"{config.membership.host}:{port}", server.health
 
 
 async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure) -> None:
@@ -224,7 +226,8 @@ async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, d
     lifecycle.move(State.GONE)
 
 
-async def _refresh(admin: GatewayAdmin) -> None:
+async def _refresh(admin: GatewayAdmin, health: Health) -> None:
     while True:
         admin.refresh()
+        await health.show(not admin.ready())
         await asyncio.sleep(REFRESH_S)

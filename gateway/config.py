@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from core.tls import TlsSection
 from core.worker_config import DrainSection
 from gateway.admission import Limits
 from gateway.attempt import RetryRules
@@ -65,6 +66,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     secret_file: str = ""
     """File with the cluster secret, equal for all processes. Empty: an open cluster."""
     log_level: str = "INFO"
+    tls: TlsSection = TlsSection()
     model: ModelSection
     http: HttpSection = HttpSection()
     membership: MembershipSection = MembershipSection()

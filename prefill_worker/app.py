@@ -15,6 +15,7 @@ from core.process import Departure
 from core.rpc.kv_source import add_kv_source
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
+from core.tls import check_tls
 from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from engine.factory import LoadedModel, load, open_engine
@@ -37,7 +38,7 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
     loop, clock, incarnation = asyncio.get_running_loop(), SystemClock(), fresh_incarnation()
     secret = read_secret(config.worker.secret_file)
     check_transports(config.transfer.transports)
-    proof, metrics = Proof(secret, incarnation), Metrics()
+    proof, metrics = Proof(secret, incarnation, check_tls(config.worker.tls)), Metrics()
     exported = ExportedStatistics(metrics, PREFILL_METRICS)
     shell = WorkerShell(
         section=config.worker, kind="prefill", proof=proof, metrics=metrics, departure=departure, clock=clock

@@ -88,7 +88,7 @@ class AdminClient:
 
     async def describe(self, address: str, timeout_s: float = 3.0) -> Description:
         """Ask what the process at `address` is."""
-        async with one_call(address, timeout_s) as channel:
+        async with one_call(address, timeout_s, self._proof.tls) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             reply = await stub.Describe(pb.DescribeRequest(), timeout=timeout_s, metadata=self._proof.metadata)
         return Description(
@@ -101,7 +101,7 @@ class AdminClient:
 
     async def drain(self, address: str, budget_s: float, timeout_s: float = 3.0) -> State:
         """Ask the process at `address` to leave within `budget_s`; returns once it has begun."""
-        async with one_call(address, timeout_s) as channel:
+        async with one_call(address, timeout_s, self._proof.tls) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             request = pb.DrainRequest(budget_s=budget_s)
             reply = await stub.Drain(request, timeout=timeout_s, metadata=self._proof.metadata)
@@ -109,7 +109,7 @@ class AdminClient:
 
     async def statistics(self, address: str, audit: bool = False, timeout_s: float = 10.0) -> Statistics:
         """Ask the process at `address` for its counters, and for an audit if asked."""
-        async with one_call(address, timeout_s) as channel:
+        async with one_call(address, timeout_s, self._proof.tls) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             request = pb.StatisticsRequest(audit=audit)
             reply = await stub.Statistics(request, timeout=timeout_s, metadata=self._proof.metadata)

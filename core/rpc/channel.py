@@ -8,7 +8,9 @@ import grpc
 from grpc import aio
 
 from core.errors import WorkerLost
+from core.rpc.credentials import channel_credentials
 from core.rpc.status import from_status
+from core.tls import TlsSection
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Bounds one message both ways: a 1M-token prompt is 4 MB, a snapshot of 1M pages 8 MB."""
@@ -43,14 +45,18 @@ CLIENT_OPTIONS: Mapping[str, int] = {
 }
 
 
-def open_channel(address: str) -> aio.Channel:
+def open_channel(address: str, tls: TlsSection | None = None) -> aio.Channel:
     """Return a lazy channel to host:port; the caller closes it."""
-    return aio.insecure_channel(address, options=list(CLIENT_OPTIONS.items()))
+    options = list(CLIENT_OPTIONS.items())
+    if tls is None:
+        return aio.insecure_channel(address, options=options)
+    credentials, more = channel_credentials(tls)
+    return aio.secure_channel(address, credentials, options=[*options, *more])
 
 
-async def connect(address: str, timeout_s: float) -> aio.Channel:
+async def connect(address: str, timeout_s: float, tls: TlsSection | None = None) -> aio.Channel:
     """Return a connected channel; raises `WorkerLost` at the first failed attempt or after `timeout_s`."""
-    channel = open_channel(address)
+    channel = open_channel(address, tls)
     try:
         async with asyncio.timeout(timeout_s):
             is_connected = await _is_connected(channel)
@@ -67,9 +73,9 @@ async def connect(address: str, timeout_s: float) -> aio.Channel:
 
 
 @asynccontextmanager
-async def one_call(address: str, timeout_s: float) -> AsyncGenerator[aio.Channel]:
+async def one_call(address: str, timeout_s: float, tls: TlsSection | None = None) -> AsyncGenerator[aio.Channel]:
     """Connect for the body's unary call and close again; the peer's error is raised as itself."""
-    channel = await connect(address, timeout_s)
+    channel = await connect(address, timeout_s, tls)
     try:
         yield channel
     except aio.AioRpcError as error:

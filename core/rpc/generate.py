@@ -182,7 +182,7 @@ class GenerateClient:
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
-        channel = await connect(address, timeout_s)
+        channel = await connect(address, timeout_s, self._proof.tls)
         call = generate_pb2_grpc.GenerateStub(channel).Connect(metadata=self._proof.metadata)
         duplex = Duplex(channel, call, f"decode worker {address}", OUTBOX_FRAMES)
         try:

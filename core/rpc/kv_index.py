@@ -38,7 +38,7 @@ class KvIndexClient:
 
     async def snapshot(self, address: str, timeout_s: float = 5.0) -> KvSnapshot:
         """Fetch a worker's snapshot. Raises `WorkerLost`, `DeadlineExceeded`, `ConfigError`."""
-        async with one_call(address, timeout_s) as channel:
+        async with one_call(address, timeout_s, self._proof.tls) as channel:
             stub = membership_pb2_grpc.KvIndexStub(channel)
             reply = await stub.Snapshot(pb.SnapshotRequest(), timeout=timeout_s, metadata=self._proof.metadata)
         return snapshot_from_proto(reply)

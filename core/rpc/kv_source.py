@@ -197,6 +197,6 @@ class KvSourceDialer:
 
     async def dial(self, address: str, timeout_s: float) -> KvSourceClientLink:
         """Connect to a source; no message is sent yet. Raises `WorkerLost`."""
-        channel = await connect(address, timeout_s)
+        channel = await connect(address, timeout_s, self._proof.tls)
         call = kv_source_pb2_grpc.KvSourceStub(channel).Link(metadata=self._proof.metadata)
         return KvSourceClientLink(Duplex(channel, call, f"prefill worker {address}", OUTBOX_MESSAGES))

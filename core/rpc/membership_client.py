@@ -213,7 +213,7 @@ class _GatewayLink:
         self, heartbeat: Callable[[], pb.WorkerReport], welcomed: Callable[["_GatewayLink", Welcome], bool]
     ) -> None:
         """Join and stay until the stream ends; raises why. Returns if the gateway is already joined, or after leaving."""
-        channel = await connect(self.address, self._times.connect_s)
+        channel = await connect(self.address, self._times.connect_s, self._proof.tls)
         call = membership_pb2_grpc.MembershipStub(channel).Join(metadata=self._proof.metadata)
         duplex = Duplex(channel, call, f"gateway {self.address}", OUTBOX_REPORTS)
         try:

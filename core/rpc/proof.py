@@ -1,6 +1,6 @@
 """Proof of the cluster secret in call metadata: made by clients, checked by every server before a byte is read.
 
-The secret itself never travels; the check value is bound to the caller's incarnation. Does not encrypt.
+The secret itself never travels; the check value is bound to the caller's incarnation. Encryption is `tls`'s business.
 """
 
 import hmac
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from core.errors import ConfigError
 from core.hashing import check_value
 from core.ids import Incarnation
+from core.tls import TlsSection
 
 INCARNATION_KEY = "tandem-incarnation"
 CHECK_KEY = "tandem-check-bin"
@@ -17,11 +18,13 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class Proof:
-    """One process's knowledge of the secret. Immutable; safe from any thread."""
+    """How one process proves that it belongs here: the secret, and certificates if TLS is on. Immutable; any thread."""
 
-    def __init__(self, secret: bytes, incarnation: Incarnation) -> None:
+    def __init__(self, secret: bytes, incarnation: Incarnation, tls: TlsSection | None = None) -> None:
+        """`tls` as `core.tls.check_tls` returns it."""
         self._secret = secret
         self.incarnation = incarnation
+        self.tls = tls
         self.metadata: Metadata = (
             (INCARNATION_KEY, incarnation),
             (CHECK_KEY, check_value(secret, incarnation)),

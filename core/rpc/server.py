@@ -14,6 +14,8 @@ from grpc import aio
 
 from core.errors import ConfigError, TandemError, WorkerLost
 from core.rpc.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from core.rpc.credentials import server_credentials
+from core.rpc.health import Health
 from core.rpc.proof import Proof
 from core.rpc.status import refuse
 
@@ -52,6 +54,7 @@ class RpcServer:
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
         self._server = aio.server(options=list(SERVER_OPTIONS.items()))
+        self.health = Health(self._server)
         self._stopping = False
         self.port = 0
         """The bound port, after `start`."""
@@ -111,7 +114,11 @@ class RpcServer:
         if reason:
             raise ConfigError(f"cannot listen for gRPC on {address}: {reason}")
         try:
-            self.port = self._server.add_insecure_port(address)
+            tls = self._proof.tls
+            if tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, server_credentials(tls))
         except RuntimeError as error:
             reason = bind_failure(host, port) or "the address could not be bound"
             raise ConfigError(f"cannot listen for gRPC on {address}: {reason}") from error
