@@ -1,0 +1,65 @@
+"""What every actuator promises; a place plugs in by adding its maker to MAKERS."""
+
+import pytest
+
+from core.errors import ConfigError
+from deploy.actuators.api import StaleFence
+from deploy.actuators.fake import FakeActuator
+from deploy.cluster_description import ClusterDescription
+
+MAKERS = {"fake": lambda: FakeActuator(ClusterDescription())}
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def actuator(request):
+    return MAKERS[request.param]()
+
+
+async def pool(actuator, role):
+    return [i.id for i in await actuator.list() if i.role == role]
+
+
+async def test_ensure_brings_a_pool_up_and_leaves_the_other_alone(actuator):
+    await actuator.ensure("prefill", 2, fence=1)
+    await actuator.ensure("decode", 3, fence=1)
+    assert (len(await pool(actuator, "prefill")), len(await pool(actuator, "decode"))) == (2, 3)
+
+
+async def test_ensure_never_removes(actuator):
+    await actuator.ensure("decode", 3, fence=1)
+    await actuator.ensure("decode", 1, fence=1)
+    assert len(await pool(actuator, "decode")) == 3
+
+
+async def test_remove_takes_exactly_the_named_worker(actuator):
+    await actuator.ensure("decode", 3, fence=1)
+    victim = (await pool(actuator, "decode"))[1]
+    kept = [i for i in await pool(actuator, "decode") if i != victim]
+    await actuator.remove(victim, fence=1)
+    assert await pool(actuator, "decode") == kept
+
+
+async def test_removing_twice_is_no_error(actuator):
+    await actuator.ensure("decode", 2, fence=1)
+    victim = (await pool(actuator, "decode"))[0]
+    await actuator.remove(victim, fence=1)
+    await actuator.remove(victim, fence=1)
+    assert len(await pool(actuator, "decode")) == 1
+
+
+async def test_a_replaced_controller_changes_nothing(actuator):
+    await actuator.ensure("decode", 1, fence=2)
+    with pytest.raises(StaleFence):
+        await actuator.ensure("decode", 5, fence=1)
+    with pytest.raises(StaleFence):
+        await actuator.remove((await pool(actuator, "decode"))[0], fence=1)
+    assert len(await pool(actuator, "decode")) == 1
+
+
+async def test_an_unknown_pool_is_refused(actuator):
+    with pytest.raises(ConfigError, match="prefill and decode"):
+        await actuator.ensure("router", 1, fence=1)
+
+
+async def test_describe_names_the_place(actuator):
+    assert actuator.describe()["place"]
