@@ -1,4 +1,4 @@
-"""What the two routes have in common in an answer: choices, usage, and the format that a route gives them.
+"""What all routes have in common in an answer: choices, usage, and the format that a route gives them.
 
 Knows no HTTP: formats turn pieces into bytes, others send them.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.handover import TokenLogprobs
+from gateway.http.errors import HttpFault
 from gateway.text.piece import CallDelta, Piece
 
 
@@ -63,6 +64,7 @@ class Choice:
     reasoning: list[str] = field(default_factory=list[str])
     reasoning_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
+    matched_stop: str | None = None
 
     @property
     def text(self) -> str:
@@ -74,6 +76,7 @@ class Choice:
         self.parts.append(piece.text)
         self.logprobs.extend(piece.logprobs)
         self.finish = piece.ending
+        self.matched_stop = piece.matched_stop
         self.reasoning.append(piece.reasoning)
         self.reasoning_logprobs.extend(piece.reasoning_logprobs)
         for delta in piece.calls:
@@ -92,7 +95,11 @@ class AnswerFormat(Protocol):
         ...
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the events after the last choice, before the end mark."""
+        """Return the events after the last choice, with the end mark if the route has one."""
+        ...
+
+    def failure(self, fault: HttpFault, usage: Usage) -> bytes:
+        """Return the events that end a stream badly: none of them can be taken for the end of a whole answer."""
         ...
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:

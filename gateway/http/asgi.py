@@ -7,22 +7,21 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from core.clock import Clock
 from core.log import log_context
 from core.metrics import CONTENT_TYPE
 from gateway.generation import Generator
-from gateway.http.answer import AnswerFormat
-from gateway.http.chat import ChatAnswer
 from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
-from gateway.http.completions import CompletionAnswer
 from gateway.http.config import ApiConfig
-from gateway.http.errors import Headers, HttpFault, describe
+from gateway.http.dialects import Dialect, Dialects
+from gateway.http.errors import Headers, HttpFault, describe, error_shape
 from gateway.http.exchange import Exchange
 from gateway.http.headers import RequestHints, ignored_fields, read_hints
 from gateway.http.intake import Accepted, Intake
-from gateway.http.metrics import CHAT, COMPLETIONS, HttpMetrics
-from gateway.http.schema import Body, BodyType, ChatBody, CompletionBody, decode_body
+from gateway.http.metrics import HttpMetrics
+from gateway.http.schema import BodyType, decode_body
 from gateway.http.sse import json_bytes
 from gateway.text.chat import ChatFormat
 from gateway.text.tokenizer import Tokenizer
@@ -53,16 +52,14 @@ class Api:
         model: str,
     ) -> None:
         self._generator = generator
-        self._vocabulary = tokenizer.vocabulary
         self._config = config
         self._clock = clock
         self._metrics = metrics
         self._is_ready = is_ready
-        self._unix_time = unix_time
         self._intake = Intake(tokenizer, chat_format, config, models=generator.models, only=model, mint_seed=mint_seed)
+        dialects = Dialects(self._intake, tokenizer.vocabulary, unix_time)
         self._routes: dict[str, dict[str, Handler]] = {
-            CHAT: {"POST": self._chat},
-            COMPLETIONS: {"POST": self._completions},
+            **{dialect.route: {"POST": self._generation(dialect)} for dialect in dialects.all()},
             "/v1/models": {"GET": self._models, "HEAD": self._models},
             "/health": {"GET": self._alive, "HEAD": self._alive},
             "/livez": {"GET": self._alive, "HEAD": self._alive},
@@ -99,12 +96,15 @@ class Api:
             self._metrics.disconnects.labels(gone.cause).inc()
             status = gone.http_status
         except Exception as error:  # noqa: BLE001  (the top of a request: everything becomes an answer)
-            status, headers, body = describe(error)
+            fault = describe(error)
+            status = fault.status
             if status == 500:
                 with log_context(request_id=client.request_id):
                     _log.exception("request to %s failed", route)
             if not client.status:
-                await client.answer(status, [_JSON, *headers, *_echo_id(scope)], body)
+                echoed = _request_id(scope) or client.request_id
+                named = [(b"x-request-id", echoed.encode())] if echoed else []
+                await client.answer(status, [_JSON, *fault.headers, *named], error_shape(path)(fault, echoed))
         finally:
             self._metrics.requests.labels(route, str(status or client.status or 499)).inc()
 
@@ -145,62 +145,29 @@ class Api:
         ]
         await client.answer(200, [_JSON], json_bytes({"object": "list", "data": data}))
 
-    async def _chat(self, scope: Scope, receive: Receive, client: Client) -> None:
-        def form(accepted: Accepted, body: ChatBody) -> AnswerFormat:
-            include_usage, continuous = _usage_options(body)
-            return ChatAnswer(
-                answer_id=accepted.request_id,
-                model=accepted.model,
-                created=int(self._unix_time()),
-                num_choices=len(accepted.samples),
-                vocabulary=self._vocabulary,
-                include_usage=include_usage,
-                continuous_usage=continuous,
-                with_logprobs=accepted.with_logprobs,
-                reasons=accepted.reasons,
-            )
+    def _generation(self, dialect: Dialect[Any]) -> Handler:
+        async def handle(scope: Scope, receive: Receive, client: Client) -> None:
+            await self._answer(scope, receive, client, dialect)
 
-        accept = self._intake.accept_chat
-        await self._answer(scope, receive, client, route=CHAT, kind=ChatBody, accept=accept, form=form)
-
-    async def _completions(self, scope: Scope, receive: Receive, client: Client) -> None:
-        def form(accepted: Accepted, body: CompletionBody) -> AnswerFormat:
-            include_usage, continuous = _usage_options(body)
-            return CompletionAnswer(
-                answer_id=accepted.request_id,
-                model=accepted.model,
-                created=int(self._unix_time()),
-                echoes=accepted.echoes,
-                vocabulary=self._vocabulary,
-                include_usage=include_usage,
-                continuous_usage=continuous,
-                with_logprobs=accepted.with_logprobs,
-            )
-
-        accept = self._intake.accept_completion
-        await self._answer(scope, receive, client, route=COMPLETIONS, kind=CompletionBody, accept=accept, form=form)
+        return handle
 
     async def _answer(
         self,
         scope: Scope,
         receive: Receive,
         client: Client,
-        *,
-        route: str,
-        kind: type[BodyType],
-        accept: Callable[[BodyType, RequestHints], Awaitable[Accepted]],
-        form: Callable[[Accepted, BodyType], AnswerFormat],
+        dialect: Dialect[BodyType],
     ) -> None:
-        """Read, check, generate, answer: the life of a generation request on either route."""
+        """Read, check, generate, answer: the life of a generation request on any route."""
         started_at = self._clock.now()
         hints, raw = await self._read(scope, receive)
-        decoded = decode_body(raw, kind)
+        decoded = decode_body(raw, dialect.kind)
         async with ClientWatch(client, receive, self._config.slow_client_s):
-            accepted = await accept(decoded.body, hints)
+            accepted = await dialect.accept(decoded.body, hints)
             client.request_id = accepted.request_id
             headers = self._answer_headers(hints, accepted, (*decoded.ignored, *accepted.ignored))
-            exchange = Exchange(accepted, form(accepted, decoded.body), client, self._clock, headers)
-            await self._generate(exchange, route, started_at, stream=bool(decoded.body.stream))
+            exchange = Exchange(accepted, dialect.form(accepted, decoded.body), client, self._clock, headers)
+            await self._generate(exchange, dialect.route, started_at, stream=accepted.stream)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[RequestHints, bytes]:
         for name, value in scope["headers"]:
@@ -268,13 +235,6 @@ def build_asgi(
     )
 
 
-def _usage_options(body: Body) -> tuple[bool, bool]:
-    options = body.stream_options
-    if options is None:
-        return False, False
-    return bool(options.include_usage or options.continuous_usage_stats), bool(options.continuous_usage_stats)
-
-
-def _echo_id(scope: Scope) -> Headers:
-    request_id = read_hints([pair for pair in scope["headers"] if pair[0] == b"x-request-id"], 0.0).request_id
-    return [(b"x-request-id", request_id.encode())] if request_id else []
+def _request_id(scope: Scope) -> str:
+    """Return the client's own name for the request, if it is well-formed."""
+    return read_hints([pair for pair in scope["headers"] if pair[0] == b"x-request-id"], 0.0).request_id or ""

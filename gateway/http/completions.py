@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.http.answer import Choice, Usage
+from gateway.http.errors import HttpFault, openai_error
 from gateway.http.logprobs import completion_entries
-from gateway.http.sse import TextEvent, event, json_bytes
+from gateway.http.sse import DONE, TextEvent, event, json_bytes
 from gateway.text.piece import Piece
 from gateway.text.vocabulary import Vocabulary
 
@@ -64,8 +65,13 @@ class CompletionAnswer:
 
     def closing(self, usage: Usage) -> bytes:
         if not self._include_usage:
-            return b""
-        return event(self._head + b'],"usage":' + usage.to_json() + b"}")
+            return DONE
+        return event(self._head + b'],"usage":' + usage.to_json() + b"}") + DONE
+
+    def failure(self, fault: HttpFault, usage: Usage) -> bytes:
+        del usage
+        # No end mark: a client must not take it for a whole answer.
+        return event(openai_error(fault))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         written = b",".join(self._whole_choice(choice) for choice in choices)

@@ -6,11 +6,27 @@ from typing import Any
 import msgspec
 
 from core.errors import BadRequest
+from gateway.http.ask import ChatAsk
 from gateway.http.schema import ChatBody, ContentPart, Message
 from gateway.text.chat import Chat, ImagePart
 
 _ENORMOUS = 1 << 30
 """Characters that nested values are said to have which are too deep to be written down here."""
+
+
+def chat_ask(body: ChatBody) -> ChatAsk:
+    """Return what a chat body asks; raises `BadRequest`."""
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+    newer = body.max_completion_tokens is not None
+    return ChatAsk(
+        prefix="chatcmpl",
+        body=body,
+        chat=read_chat(body),
+        max_tokens=body.max_completion_tokens if newer else body.max_tokens,
+        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+    )
 
 
 def read_chat(body: ChatBody) -> Chat:

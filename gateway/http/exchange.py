@@ -12,7 +12,7 @@ from gateway.http.client import Client
 from gateway.http.errors import Headers, describe
 from gateway.http.intake import Accepted
 from gateway.http.samples import Progress, Sample, run_samples
-from gateway.http.sse import DONE, HEADERS, event
+from gateway.http.sse import HEADERS
 
 _JSON = (b"content-type", b"application/json")
 
@@ -40,14 +40,13 @@ class Exchange:
         return sum(sample.text.num_surplus for sample in self._accepted.samples)
 
     async def answer_stream(self, generator: Generator) -> None:
-        """Stream the answer. Errors before the first delta are raised, later ones end the stream without `[DONE]`."""
+        """Stream the answer. Errors before the first delta are raised, later ones end the stream with what the format has for it."""
         try:
             await run_samples(generator, self._accepted.samples, self._write_events)
         except Exception as error:
             if not self._client.is_streaming:
                 raise
-            _status, _headers, body = describe(error)
-            await self._client.end_stream(event(body))
+            await self._client.end_stream(self._form.failure(describe(error), self.usage))
             raise
 
     async def answer_whole(self, generator: Generator, started_at: float) -> None:
@@ -68,6 +67,8 @@ class Exchange:
         out: list[bytes] = []
         for step in steps:
             index = step.sample.index
+            if step.cached_tokens is not None:
+                self._count_cached(step.sample, step.cached_tokens)
             if not self._is_open[index]:
                 self._is_open[index] = True
                 out.append(self._form.opening(index, self.usage))
@@ -76,7 +77,7 @@ class Exchange:
         if not self._client.is_streaming:
             await self._client.start_stream(200, [*HEADERS, *self._headers])
         if self._running == 0:
-            out += (self._form.closing(self.usage), DONE)
+            out.append(self._form.closing(self.usage))
             await self._client.end_stream(b"".join(out))
             return
         body = b"".join(out) if len(out) > 1 else out[0]
@@ -85,6 +86,8 @@ class Exchange:
 
     async def _collect(self, steps: Sequence[Progress]) -> None:
         for step in steps:
+            if step.cached_tokens is not None:
+                self._count_cached(step.sample, step.cached_tokens)
             self._count(step)
             self._choices[step.sample.index].add(step.piece)
 
@@ -94,8 +97,6 @@ class Exchange:
         self.usage.completion_tokens += step.piece.num_tokens
         if step.piece.reasoning_tokens and self.usage.reasoning_tokens is not None:
             self.usage.reasoning_tokens += step.piece.reasoning_tokens
-        if step.cached_tokens is not None:
-            self._count_cached(step.sample, step.cached_tokens)
         if step.piece.finish is not None:
             self._running -= 1
 

@@ -13,12 +13,13 @@ from core.errors import BadRequest, NeverFits, NoCapacity, NoWorker, UnknownMode
 from core.ids import RequestId, fresh_request_id
 from core.request import SamplingParams, StopRules
 from gateway.generation import Prompt, ServedModel
+from gateway.http.ask import Ask, ChatAsk
 from gateway.http.config import ApiConfig
-from gateway.http.conversation import chat_characters, read_chat
+from gateway.http.conversation import chat_characters
 from gateway.http.headers import RequestHints
 from gateway.http.samples import Sample
-from gateway.http.schema import Body, ChatBody, CompletionBody
-from gateway.text.chat import AnswerText, ChatFormat, RenderedChat, TextRules
+from gateway.http.schema import Body, CompletionBody
+from gateway.text.chat import AnswerText, Chat, ChatFormat, RenderedChat, TextRules
 from gateway.text.sample import SampleText
 from gateway.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class Accepted:
     num_prompt_tokens: int
     """Summed over prompts, each once."""
     with_logprobs: bool
+    stream: bool
     reasons: bool = False
     """Answers have reasoning beside the text."""
     ignored: tuple[str, ...] = ()
@@ -83,25 +85,23 @@ class Intake:
         """End the threads; prompts that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def accept_chat(self, body: ChatBody, hints: RequestHints) -> Accepted:
+    async def accept_chat(self, ask: ChatAsk, hints: RequestHints) -> Accepted:
         """Check a chat and tokenize it. Raises what `core.errors` lists for a request."""
-        model = self._find(body.model)
-        if body.top_logprobs and not body.logprobs:
-            raise BadRequest("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
-        chat = read_chat(body)
-        rendered = await self._off_loop(chat_characters(chat), lambda: self._format.render(chat))
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        model = self.find(ask.body.model)
+        rendered = await self.render(ask.chat)
         prompt = _PromptText(rendered.token_ids, chat=rendered)
-        accepted = self._accept(
-            "chatcmpl", body, model, hints, (prompt,), max_tokens=max_tokens, num_logprobs=num_logprobs
-        )
-        ignored = sorted(name for name in self._format.ignored_fields if getattr(body, name) is not None)
-        return replace(accepted, reasons=rendered.reasons, ignored=tuple(ignored))
+        accepted = self._accept(ask, model, hints, (prompt,))
+        given = {"thinking": ask.chat.thinking, "reasoning_effort": ask.chat.effort}
+        ignored = sorted(name for name in self._format.ignored_fields if given[name] is not None)
+        return replace(accepted, reasons=rendered.reasons, ignored=(*ask.ignored, *ignored))
+
+    async def render(self, chat: Chat) -> RenderedChat:
+        """Write a chat as a prompt, on a thread if it is long."""
+        return await self.off_loop(chat_characters(chat), lambda: self._format.render(chat))
 
     async def accept_completion(self, body: CompletionBody, hints: RequestHints) -> Accepted:
         """Check a completion and tokenize its prompts. Raises what `core.errors` lists for a request."""
-        model = self._find(body.model)
+        model = self.find(body.model)
         if body.suffix:
             raise BadRequest("`suffix` (insertion) is not supported; leave it out", param="suffix")
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -109,10 +109,18 @@ class Intake:
         if body.echo and body.logprobs is not None:
             raise BadRequest("`echo` with `logprobs` is not supported yet; use one of them", param="logprobs")
         prompts = [await self._prompt_text(prompt, body, model) for prompt in _split_prompts(body.prompt)]
-        num_logprobs = body.logprobs if body.logprobs is not None else -1
-        return self._accept("cmpl", body, model, hints, prompts, max_tokens=body.max_tokens, num_logprobs=num_logprobs)
+        ask = Ask(
+            prefix="cmpl",
+            body=body,
+            max_tokens=body.max_tokens,
+            default_tokens=_COMPLETION_TOKENS,
+            num_logprobs=body.logprobs if body.logprobs is not None else -1,
+            prompt_field="prompt",
+        )
+        return self._accept(ask, model, hints, prompts)
 
-    def _find(self, name: str) -> ServedModel:
+    def find(self, name: str) -> ServedModel:
+        """Return the model of that name; raises `UnknownModel` or, with nobody there, `NoWorker`."""
         models = self._models()
         if not models and (not self._only or name == self._only):
             raise NoWorker("no worker is registered yet; try again soon", retry_after_s=1.0)
@@ -126,7 +134,7 @@ class Intake:
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
-            ids = await self._off_loop(len(prompt), lambda: tokenizer.encode_prompt(prompt, add_special_tokens=add))
+            ids = await self.off_loop(len(prompt), lambda: tokenizer.encode_prompt(prompt, add_special_tokens=add))
             if not ids:
                 raise BadRequest("the prompt is empty; send at least one token", param="prompt")
             return _PromptText(ids, prompt if body.echo else "")
@@ -135,7 +143,7 @@ class Intake:
         _check_ids(prompt, model.vocab_size, "prompt")
         return _PromptText(tuple(prompt), tokenizer.decode(prompt) if body.echo else "")
 
-    async def _off_loop(self, num_chars: int, encode: Callable[[], T]) -> T:
+    async def off_loop(self, num_chars: int, encode: Callable[[], T]) -> T:
         """Run `encode` here if the text is short, else on a thread."""
         if num_chars <= self._config.inline_chars:
             return encode()
@@ -149,15 +157,12 @@ class Intake:
 
     def _accept(
         self,
-        prefix: str,
-        body: Body,
+        ask: Ask,
         model: ServedModel,
         hints: RequestHints,
         prompts: Sequence[_PromptText],
-        *,
-        max_tokens: int | None,
-        num_logprobs: int,
     ) -> Accepted:
+        body = ask.body
         num_choices = body.n or 1
         if num_choices * len(prompts) > self._config.max_choices:
             raise BadRequest(f"prompts x `n` may be at most {self._config.max_choices}", param="n")
@@ -165,12 +170,13 @@ class Intake:
             raise BadRequest("`stream_options` needs `stream: true`", param="stream_options")
         text = self._text_rules(body, model)
         _check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
-        sampling = _sampling(body, body.seed & _SEED_MASK if body.seed is not None else self._mint_seed(), num_logprobs)
-        default = _COMPLETION_TOKENS if prefix == "cmpl" else None
-        request_id = fresh_request_id(prefix)
+        sampling = _sampling(
+            body, body.seed & _SEED_MASK if body.seed is not None else self._mint_seed(), ask.num_logprobs
+        )
+        request_id = fresh_request_id(ask.prefix)
         samples: list[Sample] = []
         for number, prompt in enumerate(prompts):
-            rules = _stop_rules(body, len(prompt.ids), model, max_tokens, default)
+            rules = _stop_rules(ask, len(prompt.ids), model)
             for sample_index in range(num_choices):
                 samples.append(
                     Sample(
@@ -199,7 +205,8 @@ class Intake:
             samples=tuple(samples),
             echoes=tuple(prompt.text for prompt in prompts for _ in range(num_choices)),
             num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            with_logprobs=num_logprobs >= 0,
+            with_logprobs=ask.num_logprobs >= 0,
+            stream=bool(body.stream),
         )
 
     def _text_rules(self, body: Body, model: ServedModel) -> TextRules:
@@ -274,24 +281,23 @@ def _sampling(body: Body, seed: int, num_logprobs: int) -> Callable[[int], Sampl
     return build
 
 
-def _stop_rules(
-    body: Body, num_prompt_tokens: int, model: ServedModel, asked: int | None, default: int | None
-) -> StopRules:
-    """Fit the output bound into the deployment; `asked` None means `default`, or all the room there is."""
+def _stop_rules(ask: Ask, num_prompt_tokens: int, model: ServedModel) -> StopRules:
+    """Fit the output bound into the deployment."""
+    body, asked = ask.body, ask.max_tokens
     room = model.max_tokens_total - num_prompt_tokens
     if room < 1:
         raise NeverFits(
             f"the prompt has {num_prompt_tokens} tokens; this deployment holds at most {model.max_tokens_total} "
             "tokens of prompt and output together",
-            param="messages" if default is None else "prompt",
+            param=ask.prompt_field,
         )
     if asked is not None and asked > room:
         raise NeverFits(
             f"the prompt has {num_prompt_tokens} tokens and {asked} more are asked for; this deployment holds at "
             f"most {model.max_tokens_total} tokens of prompt and output together",
-            param="max_tokens",
+            param=ask.max_tokens_field,
         )
-    max_tokens = asked if asked is not None else min(room, default or room)
+    max_tokens = asked if asked is not None else min(room, ask.default_tokens or room)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(f"`min_tokens` is {min_tokens}, more than the {max_tokens} allowed", param="min_tokens")

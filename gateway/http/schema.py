@@ -1,4 +1,4 @@
-"""The request bodies of the OpenAI interface as structs, and their strict decoding.
+"""The request bodies of chats and completions as structs, and the strict decoding of all bodies.
 
 Wrong types and values become `BadRequest` with the field's path; what this server cannot do is refused by name; other
 unknown fields are accepted and listed for the caller to report. Knows no model and no tokenizer.
@@ -30,7 +30,7 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """Fields that both routes share. None always means: not given."""
+    """Fields that all generation routes share. None always means: not given."""
 
     model: str
     stream: bool | None = None
@@ -134,7 +134,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-BodyType = TypeVar("BodyType", bound=Body)
+BodyType = TypeVar("BodyType", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,7 @@ class DeepseekAnswer:
             delta.logprobs[:reasoned],
             tuple(found.calls.values()),
             found.is_calling,
+            self._scanner.matched if self._scanner is not None and finish is not None else None,
         )
 
     def _reasoned(self, ids: tuple[int, ...]) -> int:

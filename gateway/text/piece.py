@@ -36,6 +36,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     calls: tuple[CallDelta, ...] = ()
     is_calling: bool = False
     """With `finish`: the answer ends in tool calls."""
+    matched_stop: str | None = None
+    """With `finish`: the stop string that ended the answer."""
 
     @property
     def ending(self) -> str | None:

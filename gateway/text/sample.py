@@ -61,13 +61,16 @@ class SampleText:
             parts.append(scanner.push(text))
             if scanner.matched is not None:
                 self.num_surplus += len(delta.token_ids) - taken
-                return Piece("".join(parts), taken, delta.logprobs[:taken], FinishReason.STOP)
+                return _matched(parts, taken, delta, scanner)
         finish = delta.finish
         if finish is not None:
             # An unfinished character may still complete a stop string that holds U+FFFD.
             parts.append(scanner.push(self._detokenizer.finish()))
             if scanner.matched is not None:
-                finish = FinishReason.STOP
-            else:
-                parts.append(scanner.finish())
+                return _matched(parts, len(delta.token_ids), delta, scanner)
+            parts.append(scanner.finish())
         return Piece("".join(parts), len(delta.token_ids), delta.logprobs, finish)
+
+
+def _matched(parts: Sequence[str], taken: int, delta: Delta, scanner: StopScanner) -> Piece:
+    return Piece("".join(parts), taken, delta.logprobs[:taken], FinishReason.STOP, matched_stop=scanner.matched)

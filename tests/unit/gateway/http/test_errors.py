@@ -3,7 +3,7 @@ import json
 import pytest
 
 from core import errors
-from gateway.http.errors import HttpFault, describe
+from gateway.http.errors import HttpFault, anthropic_error, describe, openai_error
 
 
 @pytest.mark.parametrize(
@@ -21,19 +21,29 @@ from gateway.http.errors import HttpFault, describe
     ],
 )
 def test_each_error_has_openais_shape_and_its_status(error: Exception, status: int, code: str, kind: str):
-    got_status, _, body = describe(error)
-    assert got_status == status
+    fault = describe(error)
+    assert fault.status == status
     param = getattr(error, "param", None)
-    assert json.loads(body) == {"error": {"message": "m", "type": kind, "param": param, "code": code}}
+    assert json.loads(openai_error(fault)) == {"error": {"message": "m", "type": kind, "param": param, "code": code}}
 
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(None, b"1"), (0.2, b"1"), (2.1, b"3"), (7.0, b"7")])
 def test_busy_answers_say_when_to_come_back_in_whole_seconds(retry_after_s: float | None, header: bytes):
     for kind in (errors.NoCapacity, errors.NoWorker):
-        assert describe(kind("m", retry_after_s=retry_after_s))[1] == [(b"retry-after", header)]
+        assert describe(kind("m", retry_after_s=retry_after_s)).headers == ((b"retry-after", header),)
 
 
 def test_a_bug_shows_nothing_of_its_inside():
-    status, _, body = describe(KeyError("secret"))
-    assert status == 500
-    assert b"secret" not in body
+    fault = describe(KeyError("secret"))
+    assert fault.status == 500
+    assert b"secret" not in openai_error(fault) + anthropic_error(fault)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (404, "not_found_error"), (429, "rate_limit_error"), (413, "request_too_large")]
+    + [(503, "overloaded_error"), (502, "api_error"), (504, "timeout_error"), (401, "authentication_error")],
+)
+def test_anthropics_shape_has_its_own_kinds(status: int, kind: str):
+    body = json.loads(anthropic_error(HttpFault(status, "m", "c"), "msg-1"))
+    assert body == {"type": "error", "error": {"type": kind, "message": "m"}, "request_id": "msg-1"}

@@ -1,0 +1,33 @@
+"""What a generation route asks of the cluster, whichever API it came through: what `gateway.http.intake` takes."""
+
+from dataclasses import dataclass
+
+from gateway.http.schema import Body
+from gateway.text.chat import Chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request but for its prompt."""
+
+    prefix: str
+    """Begins the request's id."""
+    body: Body
+    """Sampling, stop rules, and how the answer travels."""
+    max_tokens: int | None
+    """None: `default_tokens`, or all the room there is."""
+    default_tokens: int | None = None
+    num_logprobs: int = -1
+    """As in `core.request.SamplingParams`."""
+    prompt_field: str = "messages"
+    max_tokens_field: str = "max_tokens"
+    """What the two are called in this API, for errors."""
+    ignored: tuple[str, ...] = ()
+    """Parts of the body that were accepted without effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAsk(Ask):
+    """A conversation to be continued."""
+
+    chat: Chat
