@@ -154,7 +154,7 @@ class Destination:
             request=request,
             prefix_tokens=prefix_tokens,
             lease_ttl_s=self._config.lease_ttl_s,
-            digests=self._config.digests,
+            digests=self._config.digests and session.source.comparable,
         )
 
     async def _drive(self, pull: Pull, timeout_s: float) -> Pulled:

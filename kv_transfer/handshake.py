@@ -6,11 +6,11 @@ Components are paired by name. A source may have components that the destination
 from collections.abc import Sequence
 
 from core.errors import NamespaceMismatch, TransferFailed
-from core.kv import Component, KVLayout
+from core.kv import KVLayout
+from kv_transfer.shards import assign, is_whole, mismatch
 
 AUTO = ("shm", "tcp")
 """What ``auto`` stands for: the first that connects; shm connects only on the same host with the segment in reach."""
-_SEMANTIC = ("kind", "record_bytes", "layers", "heads", "head_dim", "elem", "capacity_tokens")
 
 
 def check_fingerprint(ours: bytes, theirs: bytes) -> None:
@@ -23,18 +23,21 @@ def check_fingerprint(ours: bytes, theirs: bytes) -> None:
 
 
 def check_layouts(source: KVLayout, destination: KVLayout) -> tuple[str, ...]:
-    """Raise `NamespaceMismatch` naming the first differing field; return the source's components that are not needed.
+    """Raise `LayoutMismatch` naming the first field that differs; return the source's components that are not needed.
 
-    Pool sizes, strides, offsets and regions may differ; page size and everything that gives bytes a meaning may not.
+    Pool sizes, strides, offsets, regions, the order of axes and the share of heads may differ, as long as this one
+    source holds all that the destination needs; page size and everything else that gives bytes a meaning may not.
     """
     if source.page_tokens != destination.page_tokens:
-        raise _mismatch("page_tokens", source.page_tokens, destination.page_tokens)
-    theirs = {component.name: component for component in source.components}
-    for component in destination.components:
-        if component.name not in theirs:
-            raise NamespaceMismatch(f"KV layouts differ at components[{component.name}]: the source does not have it")
-        _check_component(theirs.pop(component.name), component)
-    return tuple(theirs)
+        raise mismatch("page_tokens", source.page_tokens, destination.page_tokens)
+    assign([source], destination, 0)
+    needed = {component.name for component in destination.components}
+    return tuple(component.name for component in source.components if component.name not in needed)
+
+
+def same_records(source: KVLayout, destination: KVLayout) -> bool:
+    """True if every record of the destination holds the very bytes of the source's: only then digests compare."""
+    return all(is_whole(source.component(c.name), c) for c in destination.components)
 
 
 def transport_order(configured: Sequence[str], exported: Sequence[str]) -> tuple[str, ...]:
@@ -53,14 +56,3 @@ def expand(configured: Sequence[str]) -> tuple[str, ...]:
     """Replace ``auto`` by what it stands for and drop repeats, keeping the order."""
     names = [name for entry in configured for name in (AUTO if entry == "auto" else (entry,))]
     return tuple(dict.fromkeys(names))
-
-
-def _check_component(source: Component, destination: Component) -> None:
-    for field in _SEMANTIC:
-        ours, theirs = getattr(destination, field), getattr(source, field)
-        if ours != theirs:
-            raise _mismatch(f"components[{destination.name}].{field}", theirs, ours)
-
-
-def _mismatch(path: str, source: object, destination: object) -> NamespaceMismatch:
-    return NamespaceMismatch(f"KV layouts differ at {path}: the source has {source}, the destination {destination}")

@@ -12,6 +12,7 @@ import numpy as np
 from core.errors import BadRequest, TransferFailed
 from core.kv import Component, ComponentKind, KVLayout
 from kv_transfer.api import I64, Records
+from kv_transfer.shards import Runs, Take, pair_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,12 @@ def num_pages(start: int, end: int, page_tokens: int) -> int:
     return -(-end // page_tokens) - start // page_tokens if end > start else 0
 
 
-def plan_pages(source: KVLayout, target: KVLayout, have: Span, want: Span, max_run_bytes: int) -> list[Records]:
+def plan_pages(
+    source: KVLayout, target: KVLayout, have: Span, want: Span, max_run_bytes: int, *, take: Take | None = None
+) -> list[Records]:
     """Copy the paged components of the tokens that both spans name; every byte of every such page exactly once.
+
+    `take` says what to read of this source when it is one of several ranks (`shards.assign`); None: everything.
 
     `have` comes from a peer: pages that do not match its range or lie outside its layout raise `TransferFailed`.
     The common range must start on a page border, because a page is copied whole.
@@ -43,22 +48,28 @@ def plan_pages(source: KVLayout, target: KVLayout, have: Span, want: Span, max_r
     source_pages = _cut(have, start, end, size, "the source announced")
     target_pages = _cut(want, start, end, size, "the destination allocated")
     copies = [
-        _copies(source.component(c.name), c, source_pages, target_pages, max_run_bytes)
+        _copies((source.component(c.name), c), runs, (source_pages, target_pages), max_run_bytes)
         for c in target.components
-        if c.kind is ComponentKind.PAGED
+        if c.kind is ComponentKind.PAGED and (runs := _runs(source, c, take)) is not None
     ]
     return _by_regions(copies)
 
 
 def plan_rows(
-    source: KVLayout, target: KVLayout, source_row: int, target_row: int, max_run_bytes: int
+    source: KVLayout,
+    target: KVLayout,
+    source_row: int,
+    target_row: int,
+    max_run_bytes: int,
+    *,
+    take: Take | None = None,
 ) -> list[Records]:
-    """Copy every component of `target` that belongs to a row (rings and states), whole."""
+    """Copy every component of `target` that belongs to a row (rings and states); `take` as in `plan_pages`."""
     rows = np.array([source_row], np.int64), np.array([target_row], np.int64)
     copies = [
-        _copies(source.component(c.name), c, *rows, max_run_bytes)
+        _copies((source.component(c.name), c), runs, rows, max_run_bytes)
         for c in target.components
-        if c.kind is not ComponentKind.PAGED
+        if c.kind is not ComponentKind.PAGED and (runs := _runs(source, c, take)) is not None
     ]
     return _by_regions(copies)
 
@@ -126,16 +137,26 @@ def _cut(span: Span, start: int, end: int, size: int, who: str) -> I64:
     return np.asarray(span.pages[first : first + num_pages(start, end, size)], np.int64)
 
 
+def _runs(source: KVLayout, component: Component, take: Take | None) -> Runs | None:
+    return pair_runs(source.component(component.name), component) if take is None else take.get(component.name)
+
+
 def _copies(
-    source: Component, target: Component, source_index: I64, target_index: I64, max_run_bytes: int
+    pair: tuple[Component, Component], runs: Runs, indices: tuple[I64, I64], max_run_bytes: int
 ) -> tuple[int, int, I64, I64, I64]:
+    source, target = pair
+    source_index, target_index = indices
     for what, component, index in (("source", source, source_index), ("destination", target, target_index)):
         if int(index.min()) < 0 or int(index.max()) >= component.num_records:
             raise TransferFailed(f"{what} has no record {int(index.max())} in component {component.name}")
-    runs = coalesce(
-        record_offsets(source, source_index), record_offsets(target, target_index), target.record_bytes, max_run_bytes
-    )
-    return source.region, target.region, *runs
+    sources, targets = record_offsets(source, source_index), record_offsets(target, target_index)
+    if len(runs.nbytes) == 1:
+        size = int(runs.nbytes[0])
+        whole = coalesce(sources + runs.source[0], targets + runs.target[0], size, max_run_bytes)
+        return source.region, target.region, *whole
+    inner = ((sources, runs.source), (targets, runs.target))
+    offsets = [(records[:, None] + at[None, :]).reshape(-1) for records, at in inner]
+    return source.region, target.region, offsets[0], offsets[1], np.tile(runs.nbytes, len(sources))
 
 
 def _by_regions(copies: Iterable[tuple[int, int, I64, I64, I64]]) -> list[Records]:

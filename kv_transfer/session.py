@@ -16,7 +16,7 @@ from core.ids import Incarnation, TransferId
 from core.kv import KVLayout, decode_layout
 from kv_transfer.api import ControlLink, LinkDialer, Peer
 from kv_transfer.config import TransferConfig
-from kv_transfer.handshake import check_fingerprint, check_layouts
+from kv_transfer.handshake import check_fingerprint, check_layouts, same_records
 from kv_transfer.reader import Reader
 from kv_transfer.ticket import TransferEvent
 from kv_transfer.transfer import Transfer
@@ -32,6 +32,8 @@ class Introduction:
     incarnation: Incarnation
     layout: KVLayout
     exports: dict[str, bytes]
+    comparable: bool = True
+    """Its records hold our very bytes, so that its digests say something of ours."""
 
 
 async def introduce(
@@ -226,4 +228,9 @@ def _check(reply: FromP, address: str, hello: Hello, ours: KVLayout) -> Introduc
     unused = check_layouts(layout, ours)
     if unused:
         logger.info("components %s of prefill worker %s are not needed here", ", ".join(unused), address)
-    return Introduction(incarnation=reply.incarnation, layout=layout, exports=dict(reply.exports))
+    comparable = same_records(layout, ours)
+    if not comparable:
+        logger.warning("prefill worker %s shares out heads differently: its KV comes without digests", address)
+    return Introduction(
+        incarnation=reply.incarnation, layout=layout, exports=dict(reply.exports), comparable=comparable
+    )

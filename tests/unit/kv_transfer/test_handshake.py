@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from core.errors import NamespaceMismatch, TransferFailed
+from core.errors import LayoutMismatch, NamespaceMismatch, TransferFailed
 from kv_transfer.handshake import check_fingerprint, check_layouts, expand, transport_order
 from tests.fakes.kv_pools import make_layout
 
@@ -29,21 +29,28 @@ def test_pool_sizes_strides_offsets_and_regions_may_differ():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("record_bytes", 1), ("layers", ("x",)), ("heads", 1), ("head_dim", 4), ("elem", "bf16"), ("capacity_tokens", 8)],
+    [
+        ("record_bytes", 1),
+        ("layers", ("x",)),
+        ("total_heads", 1),
+        ("head_dim", 4),
+        ("elem", "bf16"),
+        ("capacity_tokens", 8),
+    ],
 )
 def test_a_difference_of_meaning_names_its_path(field, value):
-    with pytest.raises(NamespaceMismatch, match=rf"components\[kv\].{field}: the source has"):
+    with pytest.raises(LayoutMismatch, match=rf"components\[kv\].{field}: the source has"):
         check_layouts(LAYOUT, changed("kv", **{field: value}))
 
 
 def test_page_sizes_must_be_equal():
-    with pytest.raises(NamespaceMismatch, match="page_tokens: the source has 16, the destination 32"):
+    with pytest.raises(LayoutMismatch, match="page_tokens: the source has 16, the destination 32"):
         check_layouts(LAYOUT, msgspec.structs.replace(LAYOUT, page_tokens=32))
 
 
 def test_a_component_that_only_the_destination_has_is_refused():
     less = msgspec.structs.replace(LAYOUT, components=LAYOUT.components[:2])
-    with pytest.raises(NamespaceMismatch, match=r"components\[ring\]"):
+    with pytest.raises(LayoutMismatch, match=r"components\[ring\]"):
         check_layouts(less, LAYOUT)
 
 
