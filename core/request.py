@@ -13,6 +13,8 @@ from core.errors import BadRequest, NeverFits
 from core.ids import PageHash, RequestId
 
 MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 1 << 20
+"""Bound on the text of a grammar, the schemas of all tools included."""
 
 
 class FinishReason(enum.StrEnum):
@@ -53,6 +55,15 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Before this many output tokens, stop ids and end-of-text ids are masked."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an answer must look like. The gateway writes and checks it; workers only follow it."""
+
+    text: str
+    """In llguidance's words: a Lark grammar, or a JSON object with the key `grammars`."""
+    after: int = -1
+    """Id behind which the grammar begins: the end of reasoning, which is free. -1: it begins with the first output."""
 
 
 class MmItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +139,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`Floors.hits` without the last one, which is `floor_hit_tokens`."""
     lora: str = ""
     mm_items: tuple[MmItem, ...] = ()
+    grammar: Grammar | None = None
+    """None: free text."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -177,6 +190,8 @@ def check_request(request: GenerateRequest, vocab_size: int, max_tokens_total: i
         )
     if request.lora:
         raise BadRequest("LoRA adapters are not supported; leave `lora` out", param="lora")
+    if request.grammar is not None and len(request.grammar.text) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters", param="response_format")
     bad = [t for t in (*request.sampling.logit_bias, *request.stop.stop_token_ids) if not 0 <= t < vocab_size]
     if bad:
         raise BadRequest(

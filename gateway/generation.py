@@ -10,7 +10,7 @@ from typing import Protocol
 
 from core.handover import TokenLogprobs
 from core.ids import RequestId
-from core.request import FinishReason, MmItem, SamplingParams, StopRules
+from core.request import FinishReason, Grammar, MmItem, SamplingParams, StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class Prompt:
     """X-Session-Affinity or X-Correlation-ID: a routing hint."""
     images: tuple[MmItem, ...] = ()
     """With pixels, by position."""
+    grammar: Grammar | None = None
+    """What the answer must look like; None: free text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,5 +81,6 @@ def build_request(
         cache_salt=prompt.cache_salt,
         num_cached_tokens=num_cached_tokens,
         mm_items=prompt.images,
+        grammar=prompt.grammar,
     )
     return with_floors(request, floors)
