@@ -1,14 +1,17 @@
-"""How many samples run at once: exact permits, a bounded queue by priority, refusals that say when to come back.
+"""How many samples run at once: exact permits, one bounded queue that is fair to tenants, refusals that say when to
+come back.
 
-Asyncio, one loop; times from an injected clock. Knows no workers and no HTTP.
+Permits go to tenants by start-time fair queueing (Goyal, Vin, Cheng 1996): each tenant's waiters are charged
+cost / weight in virtual time, and the tenant with the smallest start is served, so that over any busy stretch tenants
+get permits in proportion to their weights, whoever asks more. Within a tenant lower priority values go first, but a
+waiter is overtaken only by those who come within `aging_s` per step of priority. Asyncio, one loop; times from an
+injected clock. Knows no workers and no HTTP.
 """
 
 import asyncio
-import heapq
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -16,8 +19,12 @@ from msgspec import Meta
 
 from core.clock import Clock
 from core.errors import DeadlineExceeded, Draining, NoCapacity
+from gateway.fair_queue import FairQueue, Waiter
+from gateway.tenants import ANYONE, Tenant
 
 RATE_SAMPLES = 64
+SURE_SAMPLES = 16
+"""Endings from which a waiting time is predicted well enough to refuse by."""
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 
 
@@ -29,25 +36,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queued: Annotated[int, Meta(ge=0)] = 1024
     queue_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait for a permit; the request's own deadline may be shorter."""
-
-
-@dataclass(order=True, slots=True)
-class _Waiter:
-    priority: int
-    number: int
-    granted: asyncio.Future[None] = field(compare=False)
+    aging_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Head start that one step of priority is worth."""
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Of each tenant's limits that this process grants: 1 / number of gateway processes of the deployment."""
 
 
 class Admission:
-    """Grants permits: lower priority first, first come first served within one."""
+    """Grants permits. `tenant_of` returns a tenant's weight and limits by name."""
 
-    def __init__(self, clock: Clock, limits: Limits) -> None:
+    def __init__(self, clock: Clock, limits: Limits, tenant_of: Callable[[str], Tenant] = lambda _: ANYONE) -> None:
         self._clock = clock
         self._limits = limits
-        self._waiters: list[_Waiter] = []
-        self._queued = 0
-        self._number = 0
+        self._tenant_of = tenant_of
+        self._queue = FairQueue()
         self._in_flight = 0
+        self._held: dict[str, int] = {}
         self._releases: deque[float] = deque(maxlen=RATE_SAMPLES)
         self._draining = False
         self._idle = asyncio.Event()
@@ -61,27 +65,25 @@ class Admission:
     @property
     def queued(self) -> int:
         """Requests that wait for one."""
-        return self._queued
+        return len(self._queue)
 
     @asynccontextmanager
-    async def permit(self, *, priority: int, timeout_s: float) -> AsyncGenerator[None]:
-        """Hold one permit for the body.
+    async def permit(
+        self, *, priority: int, timeout_s: float, tenant: str = "", cost: float = 1.0
+    ) -> AsyncGenerator[None]:
+        """Hold one permit for the body; `cost` is what it is charged, in tokens or any unit that all use.
 
         Raises `NoCapacity` if the queue is full or slow, `DeadlineExceeded` if `timeout_s` passes first, `Draining`.
         """
-        await self._acquire(priority, timeout_s)
+        await self._acquire(tenant, priority, timeout_s, cost)
         try:
             yield
         finally:
-            self._release()
+            self._release(tenant)
 
     def retry_after_s(self) -> float:
         """Predict when a new request would get a permit: the queue over the recent rate of endings."""
-        if len(self._releases) < 2:
-            return SHORTEST_RETRY_S
-        span = max(1e-3, self._clock.now() - self._releases[0])
-        seconds = (self._queued + 1) * span / len(self._releases)
-        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, seconds))
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, self._wait_s()))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those queued still run."""
@@ -91,58 +93,84 @@ class Admission:
         """Wait until no permit is held or waited for."""
         await self._idle.wait()
 
-    async def _acquire(self, priority: int, timeout_s: float) -> None:
+    def _wait_s(self) -> float:
+        if len(self._releases) < 2:
+            return 0.0
+        span = max(1e-3, self._clock.now() - self._releases[0])
+        return (len(self._queue) + 1) * span / len(self._releases)
+
+    async def _acquire(self, name: str, priority: int, timeout_s: float, cost: float) -> None:
         if self._draining:
             raise Draining("this gateway is going away; ask another", retry_after_s=SHORTEST_RETRY_S)
-        if self._in_flight < self._limits.max_in_flight:
-            self._in_flight += 1
-            self._idle.clear()
+        tenant = self._tenant_of(name)
+        if self._may_run(name) and self._in_flight < self._limits.max_in_flight:
+            self._queue.charge(name, cost / tenant.weight)
+            self._grant(name)
             return
-        if self._queued >= self._limits.max_queued:
+        patience = min(timeout_s, self._limits.queue_timeout_s)
+        predicted_s = self._wait_s()
+        if len(self._releases) >= SURE_SAMPLES and predicted_s > 2 * patience and len(self._queue):
             raise NoCapacity(
-                f"{self._in_flight} requests run and {self._queued} wait; the queue is full",
+                f"a permit is expected in {predicted_s:.1f} s, later than this request can wait",
                 retry_after_s=self.retry_after_s(),
             )
-        await self._wait(priority, timeout_s)
+        key = self._clock.now() + priority * self._limits.aging_s
+        waiter = Waiter(key, name, cost / tenant.weight, asyncio.get_running_loop().create_future())
+        self._make_room(waiter)
+        self._queue.push(waiter)
+        await self._wait(waiter, patience, timeout_s)
 
-    async def _wait(self, priority: int, timeout_s: float) -> None:
-        self._number += 1
-        waiter = _Waiter(priority, self._number, asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiters, waiter)
-        self._queued += 1
-        patience = min(timeout_s, self._limits.queue_timeout_s)
+    def _make_room(self, waiter: Waiter) -> None:
+        """Raise `NoCapacity` if the queue is full of those who have a better claim, else put the worst one out."""
+        if len(self._queue) < self._limits.max_queued:
+            return
+        loser = self._queue.most_crowding(waiter.tenant) if self._limits.max_queued else None
+        if loser is not None:
+            self._queue.remove(loser)
+        error = NoCapacity(
+            f"{self._in_flight} requests run and {len(self._queue)} wait; the queue is full",
+            retry_after_s=self.retry_after_s(),
+        )
+        if loser is None:
+            raise error
+        loser.granted.set_exception(error)
+
+    async def _wait(self, waiter: Waiter, patience: float, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(patience):
                 await waiter.granted
         except BaseException as error:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                self._release()  # granted in the same turn of the loop in which we gave up
-            else:
-                self._queued -= 1
+            if not waiter.granted.done() or waiter.granted.cancelled():
                 waiter.granted.cancel()
-                self._forget_cancelled()
+                self._queue.remove(waiter)
+            elif waiter.granted.exception() is None:
+                self._release(waiter.tenant)  # granted in the same turn of the loop in which we gave up
             if not isinstance(error, TimeoutError):
                 raise
             if patience >= timeout_s:
                 raise DeadlineExceeded("the request's deadline passed while it waited for admission") from error
             raise NoCapacity(
-                f"no permit within {patience:g} s; {self._queued} requests wait", retry_after_s=self.retry_after_s()
+                f"no permit within {patience:g} s; {len(self._queue)} requests wait", retry_after_s=self.retry_after_s()
             ) from error
 
-    def _release(self) -> None:
-        self._releases.append(self._clock.now())
-        while self._waiters:
-            waiter = heapq.heappop(self._waiters)
-            if not waiter.granted.done():
-                self._queued -= 1
-                waiter.granted.set_result(None)
-                return  # the permit changes hands
-        self._in_flight -= 1
-        if not self._in_flight:
-            self._idle.set()
+    def _may_run(self, name: str) -> bool:
+        bound = self._tenant_of(name).max_in_flight
+        return not bound or self._held.get(name, 0) < max(1, round(bound * self._limits.share))
 
-    def _forget_cancelled(self) -> None:
-        """Keep the heap proportional to the queue when clients come and go."""
-        if len(self._waiters) > 2 * self._queued + RATE_SAMPLES:
-            self._waiters = [waiter for waiter in self._waiters if not waiter.granted.done()]
-            heapq.heapify(self._waiters)
+    def _grant(self, name: str) -> None:
+        self._in_flight += 1
+        self._held[name] = self._held.get(name, 0) + 1
+        self._idle.clear()
+
+    def _release(self, name: str) -> None:
+        self._releases.append(self._clock.now())
+        self._in_flight -= 1
+        self._held[name] -= 1
+        if not self._held[name]:
+            del self._held[name]
+        waiter = self._queue.pop(self._may_run)
+        if waiter is not None:
+            self._grant(waiter.tenant)
+            waiter.granted.set_result(None)
+        elif not self._in_flight:
+            self._idle.set()
