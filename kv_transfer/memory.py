@@ -114,13 +114,16 @@ def allocate(
     return RegionMemory(_Mapping(memory, "", None, -1), sizes)
 
 
-def map_read_only(directory: str, name: str) -> mmap.mmap:
-    """Map a peer's segment; writing through it is impossible. Raises OSError; the name must be a plain segment name."""
+def map_segment(directory: str, name: str, *, writable: bool = False) -> mmap.mmap:
+    """Map a segment of another process, by default so that writing through it is impossible.
+
+    Raises OSError; the name must be a plain segment name.
+    """
     if not name.startswith(SEGMENT_PREFIX) or "/" in name:
         raise OSError(errno.EINVAL, "not the name of a KV segment")
-    fd = os.open(Path(directory) / name, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(Path(directory) / name, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(fd)
 

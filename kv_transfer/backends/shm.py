@@ -17,7 +17,7 @@ from kv_transfer.api import Capabilities, PeerInfo, SourceGuard
 from kv_transfer.backends.copying import copy_in_steps
 from kv_transfer.backends.lane import Job
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
-from kv_transfer.memory import U8, map_read_only
+from kv_transfer.memory import U8, map_segment
 from kv_transfer.settings import TransportSettings
 
 CAPABILITIES = Capabilities(
@@ -124,7 +124,7 @@ class ShmTransport(LaneTransport):
         for region in export.regions:
             if region.segment not in segments:
                 try:
-                    segments[region.segment] = map_read_only(self._shared.config.segment_directory, region.segment)
+                    segments[region.segment] = map_segment(self._shared.config.segment_directory, region.segment)
                 except (OSError, ValueError) as error:
                     raise TransferFailed(f"the peer's segment cannot be mapped: {error}") from error
             whole = np.frombuffer(segments[region.segment], np.uint8)

@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import ConfigError
 from core.ids import fresh_incarnation
-from kv_transfer.memory import SEGMENT_PREFIX, allocate, map_read_only, region_view, sweep_stale_segments
+from kv_transfer.memory import SEGMENT_PREFIX, allocate, map_segment, region_view, sweep_stale_segments
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,7 +50,7 @@ def test_closing_while_somebody_still_uses_the_memory_removes_the_name(tmp_path)
 def test_a_peer_sees_the_bytes_and_cannot_write_them(tmp_path):
     memory = allocate([4096, 4096], incarnation=fresh_incarnation(), directory=str(tmp_path))
     region_view(memory.regions[1])[7] = 42
-    mapped = map_read_only(str(tmp_path), memory.regions[1].shared_name)
+    mapped = map_segment(str(tmp_path), memory.regions[1].shared_name)
     assert mapped[memory.regions[1].shared_offset + 7] == 42
     with pytest.raises(TypeError):
         mapped[0] = 1
@@ -61,7 +61,7 @@ def test_a_peer_sees_the_bytes_and_cannot_write_them(tmp_path):
 @pytest.mark.parametrize("name", ["../etc/passwd", "passwd", f"{SEGMENT_PREFIX}/../x", ""])
 def test_only_plain_segment_names_are_mapped(tmp_path, name):
     with pytest.raises(OSError, match="not the name"):
-        map_read_only(str(tmp_path), name)
+        map_segment(str(tmp_path), name)
 
 
 def test_a_full_file_system_fails_at_once_with_the_sizes(tmp_path, monkeypatch):
