@@ -18,6 +18,8 @@ class Exported:
     statistic: str
     metric: str
     help: str
+    label: tuple[str, str] | None = None
+    """(name, value) of the metric's one label: rows of one metric differ in the value."""
 
 
 class ExportedStatistics:
@@ -27,11 +29,19 @@ class ExportedStatistics:
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
         self._last: dict[str, float] = {}
+        declared: dict[str, Counter | Gauge] = {}
         for row in table:
-            if row.metric.endswith("_total"):
-                self._counters[row.statistic] = metrics.counter(row.metric, row.help)
+            if row.metric not in declared:
+                values = [other.label[1] for other in table if other.metric == row.metric and other.label]
+                labels = {row.label[0]: values} if row.label else None
+                declare = metrics.counter if row.metric.endswith("_total") else metrics.gauge
+                declared[row.metric] = declare(row.metric, row.help, labels)
+            whole = declared[row.metric]
+            shown = whole.labels(row.label[1]) if row.label else whole
+            if isinstance(shown, Counter):
+                self._counters[row.statistic] = shown
             else:
-                self._gauges[row.statistic] = metrics.gauge(row.metric, row.help)
+                self._gauges[row.statistic] = shown
 
     def update(self, values: Mapping[str, float]) -> None:
         """Show these values; statistics that are missing keep what they showed."""

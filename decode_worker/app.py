@@ -24,7 +24,7 @@ from decode_worker.body import DecodeBody
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.hosting import EngineDesk
 from decode_worker.ledger import RequestLedger
-from decode_worker.metrics import DECODE_METRICS
+from decode_worker.metrics import DECODE_METRICS, stage_times
 from decode_worker.receiver import Receiver
 from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
@@ -80,6 +80,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
             ),
             clock=clock,
             on_crash=departure.task_crashed,
+            observe=stage_times(metrics),
         )
         stack.push_async_callback(destination.close)
         tasks = Tasks(departure.task_crashed)

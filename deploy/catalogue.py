@@ -17,7 +17,7 @@ from core.errors import BY_CODE
 from core.exported import ExportedStatistics
 from core.metrics import Metrics
 from decode_worker.config import DecodeWorkerConfig
-from decode_worker.metrics import DECODE_METRICS
+from decode_worker.metrics import DECODE_METRICS, stage_times
 from deploy.local.spec import ClusterSpec
 from gateway.config import GatewayConfig
 from gateway.http.metrics import HttpMetrics
@@ -100,6 +100,8 @@ def catalogues() -> Iterator[tuple[str, Metrics]]:
     for title, table in (("prefill worker", PREFILL_METRICS), ("decode worker", DECODE_METRICS)):
         metrics = Metrics()
         ExportedStatistics(metrics, table)
+        if table is DECODE_METRICS:
+            stage_times(metrics)
         yield title, metrics
     metrics = Metrics()
     GatewayMetrics(metrics)

@@ -24,6 +24,7 @@ class Breaker:
         self._failures = 0
         self._pause_s = min_s
         self._open_until = 0.0
+        self._changed_at = clock.now()
         self.state = BreakerState.CLOSED
 
     def allow(self) -> bool:
@@ -40,10 +41,12 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._failures = 0
         self._pause_s = self._min_s
+        self._changed_at = self._clock.now()
 
     def failed(self) -> None:
         """The peer could not be reached, broke off, or did not move bytes."""
         self._failures += 1
+        self._changed_at = self._clock.now()
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(self._max_s, 2 * self._pause_s)
         elif self.state is BreakerState.OPEN or self._failures < self._limit:
@@ -56,6 +59,12 @@ class Breaker:
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
             self._open_until = self._clock.now()
+
+    @property
+    def is_forgettable(self) -> bool:
+        """True if a new breaker would do as well: nobody tries the peer now, and what it did is long ago."""
+        idle_s = self._clock.now() - max(self._changed_at, self._open_until)
+        return self.state is not BreakerState.HALF_OPEN and idle_s > 2 * self._max_s
 
     @property
     def retry_after_s(self) -> float:

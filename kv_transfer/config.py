@@ -64,6 +64,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A cancelled read is usually proven over within one step; only then is it worth a fence."""
     quarantine_age_s: Seconds = 60.0
     """As above, for the oldest such page."""
+    fence_timeout_s: Seconds = 30.0
+    """A transport that takes longer to destroy leaves its pages without proof for ever: the worker ends."""
     breaker_failures: Annotated[int, Meta(ge=1)] = 3
     breaker_min_s: Seconds = 0.5
     breaker_max_s: Seconds = 30.0

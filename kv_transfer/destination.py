@@ -5,12 +5,13 @@ and no engine.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from core.aio import OnCrash
 from core.clock import Clock
-from core.errors import Aborted, DeadlineExceeded, NoCapacity, TandemError
+from core.errors import Aborted, ChecksumMismatch, DeadlineExceeded, LeaseLost, NoCapacity, TandemError
 from core.handover import Hello, Prepare
 from core.ids import Incarnation, transfer_id
 from core.kv import KVLayout
@@ -22,10 +23,12 @@ from kv_transfer.pull import Pull, PullParts
 from kv_transfer.session import Session
 from kv_transfer.session_book import SessionBook, is_answer, is_peer_failure
 from kv_transfer.staging import Staging
-from kv_transfer.statistics import Counters
+from kv_transfer.statistics import Counters, Observe, observe_nothing
 from kv_transfer.transfer import Transfer
 
+logger = logging.getLogger(__name__)
 COUNTERS = ("pulls", "pulls_committed", "pulls_failed", "pulls_cancelled", "bytes_pulled", "chunks")
+FAILURES = ("digest_failures", "leases_lost", "questions_repeated")
 
 
 class Destination:
@@ -44,12 +47,23 @@ class Destination:
         opener: TransportOpener,
         clock: Clock,
         on_crash: OnCrash | None = None,
+        observe: Observe = observe_nothing,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._staging = Staging(layout, regions, config.staging_rows, config.max_run_bytes, incarnation)
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
-        self._parts = PullParts(config=config, layout=layout, host=host, staging=self._staging, hasher=self._hasher)
+        self._counters = Counters((*COUNTERS, *FAILURES))
+        self._parts = PullParts(
+            config=config,
+            layout=layout,
+            host=host,
+            staging=self._staging,
+            hasher=self._hasher,
+            clock=clock,
+            observe=observe,
+            counters=self._counters,
+        )
         self._book = SessionBook(
             config=config,
             hello=Hello(incarnation=incarnation, fingerprint=fingerprint, layout=layout.encode()),
@@ -57,10 +71,10 @@ class Destination:
             dialer=dialer,
             opener=opener,
             clock=clock,
+            regions=regions,
             staging=self._staging.region,
             on_crash=on_crash,
         )
-        self._counters = Counters(COUNTERS)
         self._number = 0
         self._transfers: set[Transfer] = set()
         self._idle = asyncio.Event()
@@ -169,6 +183,11 @@ class Destination:
 
     def _judge(self, breaker: Breaker, error: BaseException, session: Session | None) -> None:
         self._counters.add("pulls_failed" if isinstance(error, TandemError) else "pulls_cancelled")
+        if isinstance(error, ChecksumMismatch):
+            logger.error("%s", error.message)
+            self._counters.add("digest_failures")
+        elif isinstance(error, LeaseLost):
+            self._counters.add("leases_lost")
         if is_peer_failure(error, session):
             breaker.failed()
         elif is_answer(error):

@@ -29,6 +29,8 @@ class Lease:
     peer: Incarnation
     transfer: TransferId
     expires_at: float
+    renewed: bool = False
+    """False: nobody has asked for it since it was granted."""
     pages: I64 = field(default_factory=_none)
     """Sorted, distinct; replaced as a whole, so a reader may keep the array without the lock."""
     rows: I64 = field(default_factory=_none)
@@ -77,6 +79,7 @@ class LeaseTable:
             if found is None:
                 return False
             found.expires_at = max(found.expires_at, self._clock.now() + ttl_s)
+            found.renewed = True
             return True
 
     def alive(self, lease: LeaseId) -> bool:

@@ -35,6 +35,8 @@ from kv_transfer.ticket import LeaseEvent, LeaseState
 
 COUNTERS = (
     "prepares",
+    "renewals",
+    "orphans",
     "rejects",
     "releases_valid",
     "releases_invalid",
@@ -136,6 +138,7 @@ class LeaseDesk:
         ttl = min(max(0.0, message.ttl_s), self._config.max_lease_ttl_s)
         own = {transfer.lease for transfer in self._transfers.values() if transfer.link is link}
         lost = tuple(lease for lease in message.leases if lease not in own or not self._leases.renew(lease, ttl))
+        self.counters.add("renewals", len(message.leases) - len(lost))
         link.answer(HeartbeatReply(lost=lost))
 
     def unlinked(self, link: SourceLink) -> None:
@@ -150,6 +153,7 @@ class LeaseDesk:
             transfer = self._transfers.get(lease.transfer)
             if transfer is not None and transfer.lease == lease.id:
                 logger.warning("lease of %s lapsed in state %s", transfer.id, transfer.machine.state)
+                self.counters.add("orphans", 0 if lease.renewed else 1)
                 self.end(transfer, LeaseEvent.EXPIRE, failed_message(transfer, LeaseLost("the lease lapsed")))
 
     def end_all(self, error: TandemError) -> None:

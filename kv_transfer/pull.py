@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from core.clock import Clock
 from core.errors import Aborted, ChecksumMismatch, DeadlineExceeded, TandemError, TransferFailed, WorkerLost
 from core.handover import ChunkReady, Final, FromD, Release
 from core.kv import KVLayout
@@ -19,6 +20,7 @@ from kv_transfer.plan import Span, plan_pages, plan_rows
 from kv_transfer.reader import ReadGroup
 from kv_transfer.session import Session
 from kv_transfer.staging import Staging
+from kv_transfer.statistics import Counters, Observe
 from kv_transfer.ticket import TransferEvent
 from kv_transfer.transfer import Transfer, first_tokens
 
@@ -33,6 +35,9 @@ class PullParts:
     staging: Staging
     hasher: Executor
     """Computes digests off the loop."""
+    clock: Clock
+    observe: Observe
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +105,42 @@ class Pull:
 
     async def _run(self) -> Pulled:
         transfer, reader = self.transfer, self.session.reader
+        told = self.parts.clock.now()
         await self._prepare()
+        told = self._stage("prepare", told)
         while (chunk := await transfer.next_chunk()) is not None:
             transfer.check()
             await self._land(chunk)
         final = transfer.final
         assert final is not None
+        told = self._stage("queue", told)
         self._check_coverage(final)
         if self.parts.staging.needed:
             await self._read_row(final)
         for group in self._groups():
             await reader.landed(group)
         transfer.check()
+        told = self._stage("wire", told)
         if transfer.prepare.digests:
             await self._check_digests(final)
             transfer.check()
         if self.slot is not None:
             self.parts.staging.copy_out(self.slot, self.row)
+        told = self._stage("verify", told)
         await self._release()
+        self._stage("commit", told)
         return Pulled(
             first=first_tokens(final),
             num_tokens=final.num_tokens,
             bytes_pulled=sum(group.nbytes for group in self._groups()),
             chunks=len(self.chunks),
         )
+
+    def _stage(self, name: str, since: float) -> float:
+        """Tell how long a stage took; return when it ended."""
+        now = self.parts.clock.now()
+        self.parts.observe(name, self.session.reader.name, now - since)
+        return now
 
     def _finish(self) -> None:
         self.session.remove(self.transfer)
@@ -216,6 +233,7 @@ class Pull:
                 await answered()
                 return
         except TimeoutError:
+            self.parts.counters.add("questions_repeated")
             await self.session.send(question)
         async with asyncio.timeout(timeout_s / 2):
             await answered()

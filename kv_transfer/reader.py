@@ -16,7 +16,9 @@ from kv_transfer.api import MemoryRegion, Op, OpState, Peer, Records, SupportsCa
 from kv_transfer.config import TransferConfig
 from kv_transfer.plan import split
 from kv_transfer.quarantine import Held, MemoryOwner, Quarantine
+from kv_transfer.statistics import Counters
 
+COUNTERS = ("bytes_landed", "reads", "records", "reads_failed", "reads_refused_full")
 logger = logging.getLogger(__name__)
 
 
@@ -31,6 +33,8 @@ class ReadGroup:
     on_failure: Callable[[TandemError], None]
     on_proven: Callable[[], None]
     """Called after the quarantine gave the pages of an abandoned group back."""
+    counted: bool = True
+    """False for reads that are no hand-over's."""
     ops: list[Op] = field(default_factory=list)
     open_ops: int = 0
     nbytes: int = 0
@@ -52,12 +56,12 @@ class Reader:
     """One per transport name of a destination. Event loop only, but for `_on_event`."""
 
     def __init__(
-        self, name: str, opener: TransportOpener, config: TransferConfig, clock: Clock, extra: MemoryRegion | None
+        self, name: str, opener: TransportOpener, config: TransferConfig, clock: Clock, extras: Sequence[MemoryRegion]
     ) -> None:
         self.name = name
         self.fenced = False
         self.quarantine = Quarantine()
-        self.bytes_landed = 0
+        self.counters = Counters(COUNTERS)
         self._post_broke = False
         self._config = config
         self._clock = clock
@@ -68,8 +72,8 @@ class Reader:
         self._in_flight = 0
         self._freed = asyncio.Event()
         self.transport = opener.open(name, None, self._on_event)
-        if extra is not None:
-            self.transport.register(extra)
+        for region in extras:
+            self.transport.register(region)
 
     @property
     def num_open(self) -> int:
@@ -160,6 +164,7 @@ class Reader:
                 op = self.transport.submit(peer, part, group.transfer, group.lease, now + life)
             except NoCapacity:
                 # Nothing was posted and the peer is well: the same read again when an earlier one has ended.
+                self.counters.add("reads_refused_full")
                 if self._flow_of:
                     await self._freed.wait()
                 else:
@@ -173,6 +178,9 @@ class Reader:
                 self._post_broke = True
                 group.ops.append(Op(-1, group.transfer, nbytes, now, OpState.UNPROVEN))
                 raise TransferFailed(f"posting a read failed: {error}") from error
+            if group.counted:
+                self.counters.add("reads")
+                self.counters.add("records", len(part.nbytes))
             self._book(peer, op, group, now)
             return
 
@@ -206,8 +214,9 @@ class Reader:
             self._in_flight -= op.nbytes
             group.open_ops -= 1
             if op.state is OpState.DONE:
-                self.bytes_landed += op.nbytes
+                self.counters.add("bytes_landed", op.nbytes if group.counted else 0)
             else:
+                self.counters.add("reads_failed")
                 group.on_failure(_as_failure(op.error))
             if not group.open_ops:
                 group.done.set()

@@ -5,8 +5,9 @@ import logging
 from collections.abc import Sequence
 
 from core.errors import ConfigError
-from kv_transfer.api import SourceGuard, Transport, TransportOpener
+from kv_transfer.api import MemoryRegion, SourceGuard, Transport, TransportOpener
 from kv_transfer.handshake import expand
+from kv_transfer.probe import ProbeGuard, seal
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +15,11 @@ logger = logging.getLogger(__name__)
 class Serving:
     """Open after construction until `close`."""
 
-    def __init__(self, configured: Sequence[str], opener: TransportOpener, guard: SourceGuard) -> None:
+    def __init__(
+        self, configured: Sequence[str], opener: TransportOpener, leases: SourceGuard, probe: MemoryRegion
+    ) -> None:
+        self._probe = probe
+        guard = ProbeGuard(leases, probe.id)
         self._transports: dict[str, Transport] = {}
         self._exports: list[tuple[str, bytes]] = []
         for name in expand(configured):
@@ -45,7 +50,8 @@ class Serving:
     def _open(self, name: str, opener: TransportOpener, guard: SourceGuard) -> None:
         transport = opener.open(name, guard, _ignore)
         self._transports[name] = transport
-        self._exports.append((name, transport.export().blob))
+        transport.register(self._probe)
+        self._exports.append((name, seal(transport.export().blob, self._probe.id)))
 
 
 def _ignore() -> None:

@@ -6,18 +6,21 @@ Knows no hand-over: a lost session fails its own.
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from core.aio import OnCrash, Tasks
 from core.clock import Clock
-from core.errors import Aborted, ConfigError, DeadlineExceeded, TandemError, TransferFailed, WorkerLost
+from core.errors import Aborted, ConfigError, DeadlineExceeded, InvariantError, TandemError, TransferFailed, WorkerLost
 from core.handover import Hello
 from core.ids import Incarnation
 from core.kv import KVLayout
 from kv_transfer.api import LinkDialer, MemoryRegion, Peer, PeerInfo, TransportOpener
 from kv_transfer.breaker import Breaker, BreakerState
 from kv_transfer.config import TransferConfig
+from kv_transfer.factory import BACKENDS
 from kv_transfer.handshake import transport_order
-from kv_transfer.reader import Reader
+from kv_transfer.probe import Prober, unseal
+from kv_transfer.reader import COUNTERS, Reader
 from kv_transfer.session import Introduction, Session, introduce
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class SessionBook:
         dialer: LinkDialer,
         opener: TransportOpener,
         clock: Clock,
+        regions: Sequence[MemoryRegion],
         staging: MemoryRegion | None,
         on_crash: OnCrash | None,
     ) -> None:
@@ -44,13 +48,15 @@ class SessionBook:
         self._dialer = dialer
         self._opener = opener
         self._clock = clock
-        self._staging = staging
+        extras = () if staging is None else (staging,)
+        self._prober = Prober((*regions, *extras), clock)
+        self._extras = (*extras, self._prober.region)
         self._sessions: dict[str, Session] = {}
         self._readers: dict[str, Reader] = {}
         self._breakers: dict[str, Breaker] = {}
         self._opening: dict[tuple[str, Incarnation | None], asyncio.Task[Session]] = {}
         self._num_fences = 0
-        self._bytes_of_fenced = 0
+        self._fenced = dict.fromkeys((f"{name}_{transport}" for name in COUNTERS for transport in BACKENDS), 0.0)
         self._num_late = 0
         self._closing = False
         self._on_crash = on_crash
@@ -103,11 +109,18 @@ class SessionBook:
             "open_ops": float(sum(reader.num_open for reader in readers)),
             "unproven_pages": float(sum(reader.quarantine.num_pages for reader in readers)),
             "unproven_oldest_s": max((reader.quarantine.oldest_s(now) for reader in readers), default=0.0),
-            "bytes_landed": float(self._bytes_of_fenced + sum(reader.bytes_landed for reader in readers)),
             "fences": float(self._num_fences),
             "late_messages": float(self._num_late + sum(session.num_late for session in self._sessions.values())),
             "breakers_open": float(sum(breaker.state is not BreakerState.CLOSED for breaker in breakers)),
+            **self._by_transport(),
         }
+
+    def _by_transport(self) -> dict[str, float]:
+        values = dict(self._fenced)
+        for reader in self._readers.values():
+            for name, value in reader.counters.snapshot().items():
+                values[f"{name}_{reader.name}"] = values.get(f"{name}_{reader.name}", 0.0) + value
+        return values
 
     async def close(self) -> None:
         """Order of R8: no new sessions, wait for quiescence up to the deadline, destroy the transports."""
@@ -126,6 +139,7 @@ class SessionBook:
             await session.close()
         self._sessions.clear()
         await self._tasks.close()
+        self._prober.close()
 
     async def _open(self, address: str, incarnation: Incarnation | None) -> Session:
         hello = Hello(
@@ -167,22 +181,36 @@ class SessionBook:
         for name in transport_order(self._config.transports, tuple(source.exports)):
             try:
                 reader = self._readers.get(name) or self._open_reader(name)
-                info = PeerInfo(transport=name, incarnation=source.incarnation, blob=source.exports[name])
-                timeout_s = self._config.connect_timeout_s
-                peer = await asyncio.to_thread(reader.transport.connect, info, timeout_s)
-                seconds = await asyncio.to_thread(peer.probe, timeout_s)
+                sealed = unseal(source.exports[name])
+                info = PeerInfo(transport=name, incarnation=source.incarnation, blob=sealed.blob)
+                peer = await self._proven(reader, info, sealed.probe_region)
             except (TransferFailed, ConfigError) as error:
                 # A transport that was asked for by name and does not work must not pass in silence.
                 level = logging.WARNING if name in self._config.transports else logging.INFO
                 logger.log(level, "KV from %s cannot go over %s: %s", address, name, error)
                 reasons.append(f"{name}: {error}")
                 continue
-            logger.info("KV from %s goes over %s (round trip %.0f us)", address, name, seconds * 1e6)
+            logger.info("KV from %s goes over %s", address, name)
             return reader, peer
         raise TransferFailed(f"no KV transport connects to {address} ({'; '.join(reasons)})")
 
+    async def _proven(self, reader: Reader, info: PeerInfo, probe_region: int) -> Peer:
+        """Connect and read the source's probe page; the half-open trial of a breaker is this read."""
+        timeout_s = self._config.connect_timeout_s
+        peer = await asyncio.to_thread(reader.transport.connect, info, timeout_s)
+        try:
+            await self._prober.verify(reader, peer, probe_region, timeout_s)
+        except BaseException:
+            self._tasks.spawn(self._disconnect(reader, peer), name=f"disconnect {info.transport}")
+            raise
+        return peer
+
+    async def _disconnect(self, reader: Reader, peer: Peer) -> None:
+        await reader.drained(peer)
+        await asyncio.to_thread(peer.disconnect)
+
     def _open_reader(self, name: str) -> Reader:
-        reader = Reader(name, self._opener, self._config, self._clock, self._staging)
+        reader = Reader(name, self._opener, self._config, self._clock, self._extras)
         self._readers[name] = reader
         return reader
 
@@ -199,6 +227,8 @@ class SessionBook:
             for reader in list(self._readers.values()):
                 if reader.tick():
                     await self._fence(reader)
+            for address in [address for address, breaker in self._breakers.items() if breaker.is_forgettable]:
+                del self._breakers[address]
 
     async def _fence(self, reader: Reader) -> None:
         """R5: what cannot be proven by waiting is proven by destroying the transport. The next session opens it anew."""
@@ -212,8 +242,18 @@ class SessionBook:
         del self._readers[reader.name]
         for session in [session for session in self._sessions.values() if session.reader is reader]:
             session.lose(WorkerLost(f"the {reader.name} transport is being opened anew"))
-        await reader.destroy()
-        self._bytes_of_fenced += reader.bytes_landed
+        try:
+            async with asyncio.timeout(self._config.fence_timeout_s):
+                await reader.destroy()
+        except TimeoutError:
+            # Nothing is left that could prove those pages: a restart can, and our owner is told to.
+            raise InvariantError(
+                f"the {reader.name} transport could not be destroyed within {self._config.fence_timeout_s:g} s"
+            ) from None
+        self._fenced |= {
+            f"{name}_{reader.name}": self._fenced.get(f"{name}_{reader.name}", 0.0) + value
+            for name, value in reader.counters.snapshot().items()
+        }
         assert not len(reader.quarantine), "destroying a transport is the proof for all it posted"
 
 

@@ -19,6 +19,7 @@ from kv_transfer.api import MemoryRegion, SourceHost, TransportOpener
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_desk import LeaseDesk, failed_message
+from kv_transfer.probe import ProbePage
 from kv_transfer.serving import Serving
 from kv_transfer.source_link import Identity, SourceLink
 from kv_transfer.source_transfer import SourceTransfer
@@ -46,6 +47,7 @@ class Source:
         # The reaper is the only one who unpins what a lost peer held: without it this process is of no use.
         self._tasks = Tasks(on_crash)
         self._serving: Serving | None = None
+        self._probe = ProbePage(incarnation, regions, config.segment_directory)
         self._leases = LeaseTable(
             layout=layout, clock=clock, max_per_peer=config.max_leases_per_peer, orphan_ttl_s=config.orphan_ttl_s
         )
@@ -61,7 +63,7 @@ class Source:
 
     async def start(self) -> None:
         """Open the transports (listeners bind here) and the reaper; raises ConfigError."""
-        self._serving = Serving(self._config.transports, self._opener, self._leases)
+        self._serving = Serving(self._config.transports, self._opener, self._leases, self._probe.region)
         self._tasks.spawn(self._reap(), name="lease reaper")
 
     def exports(self) -> tuple[tuple[str, bytes], ...]:
@@ -95,6 +97,7 @@ class Source:
         self._announcer.close()
         if self._serving is not None:
             await self._serving.close()
+        self._probe.close()
 
     def chunk_final(
         self, seq: int, start: int, end: int, pages: tuple[PageRef, ...], hits: tuple[int, ...] = ()

@@ -1,6 +1,16 @@
 """Numbers of KV transfer by name, for whoever exports them. Knows no metrics library."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+STAGES = ("prepare", "queue", "wire", "verify", "commit")
+"""Of a pull: until the lease; until the last chunk and FINAL are told; until everything has landed; digests and row
+state; until the source's word that the lease held. Bytes that land while the source computes cost nothing of ``wire``."""
+Observe = Callable[[str, str, float], None]
+"""(stage, transport, seconds)."""
+
+
+def observe_nothing(stage: str, transport: str, seconds: float) -> None:
+    """For who keeps no distributions."""
 
 
 class Counters:

@@ -11,5 +11,13 @@ PREFILL_METRICS = (
     Exported("transfer_bytes_handed_over", "tandem_transfer_handed_over_bytes_total", "KV bytes of valid releases."),
     Exported("transfer_releases_valid", "tandem_transfer_releases_total", "Hand-overs that were validated."),
     Exported("transfer_releases_invalid", "tandem_transfer_invalid_releases_total", "Releases that came too late."),
+    Exported("transfer_prepares", "tandem_transfer_lease_grants_total", "Leases granted."),
+    Exported("transfer_renewals", "tandem_transfer_lease_renewals_total", "Leases prolonged by a heartbeat."),
+    Exported("transfer_ended_by_expire", "tandem_transfer_lease_expiries_total", "Leases that lapsed."),
+    Exported("transfer_orphans", "tandem_transfer_orphans_total", "Leases that lapsed before their first heartbeat."),
+    Exported("transfer_ended_by_abort", "tandem_transfer_aborts_total", "Hand-overs that their destination gave up."),
+    Exported("transfer_ended_by_unlinked", "tandem_transfer_unlinked_total", "Hand-overs whose destination left."),
+    Exported("transfer_leased_pages", "tandem_transfer_leased_pages", "Pages under a lease."),
+    Exported("transfer_unknown_messages", "tandem_transfer_unknown_messages_total", "Messages of unknown hand-overs."),
     Exported("transfer_rejects", "tandem_transfer_rejects_total", "Hand-overs that were refused."),
 )

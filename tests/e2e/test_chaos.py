@@ -78,8 +78,10 @@ def test_corrupted_kv_changes_the_text(tmp_path):
         def spoil():
             segments = [p for p in Path("/dev/shm").glob("tandem-kv-*") if f"-{pid}-" in p.name]
             assert segments
-            with segments[0].open("r+b") as pool:
-                size = segments[0].stat().st_size
+            # The other one is the probe page.
+            largest = max(segments, key=lambda segment: segment.stat().st_size)
+            with largest.open("r+b") as pool:
+                size = largest.stat().st_size
                 while not stop.is_set():
                     for offset in range(0, min(size, 1 << 20), 512):
                         pool.seek(offset)

@@ -36,6 +36,12 @@ class Pair:
     config: TransferConfig
     firsts: list[FirstTokens] = field(default_factory=list)
 
+    @property
+    def bytes_landed(self) -> int:
+        """Bytes of hand-overs that arrived, over whatever transport."""
+        found = self.destination.statistics()
+        return int(sum(value for name, value in found.items() if name.startswith("bytes_landed_")))
+
     async def pull(self, request: GenerateRequest, seq: int = 1, **changes) -> Pulled:
         """Pull with defaults."""
         arguments = {

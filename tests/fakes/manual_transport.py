@@ -5,10 +5,13 @@ A cancelled or failed operation may go on writing for as long as the test likes 
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from core.errors import Aborted, TransferFailed
 from core.ids import LeaseId, TransferId
 from kv_transfer.api import Capabilities, MemoryRegion, Op, OpState, PeerInfo, Records, SourceGuard
 from kv_transfer.memory import region_view
+from kv_transfer.probe import PROBE_LEASE, probe_bytes
 
 CAPABILITIES = Capabilities(
     name="manual",
@@ -27,9 +30,6 @@ class ManualPeer:
     def __init__(self, info: PeerInfo, views: Mapping[int, object]) -> None:
         self.info = info
         self.views = views
-
-    def probe(self, timeout_s: float) -> float:
-        return 0.0
 
     def disconnect(self) -> None:
         pass
@@ -75,6 +75,13 @@ class ManualTransport:
             raise TransferFailed("destroyed")
         self._next += 1
         op = Op(self._next, transfer, records.total_bytes, 0.0)
+        if lease == PROBE_LEASE:
+            at, page = int(records.target_offsets[0]), probe_bytes(peer.info.incarnation)
+            self.views[records.target_region][at : at + len(page)] = np.frombuffer(page, np.uint8)
+            op.state, op.landed_bytes = OpState.DONE, op.nbytes
+            self._changed.append(op)
+            self._on_event()
+            return op
         source, target = self.source_views[records.source_region], self.views[records.target_region]
         self.open.append(ManualWork(op, records, source, target))
         return op

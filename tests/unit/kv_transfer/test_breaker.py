@@ -63,3 +63,20 @@ def test_a_trial_without_a_verdict_makes_room_for_the_next():
     breaker.undecided()
     assert breaker.allow()
     assert breaker.state is BreakerState.HALF_OPEN
+
+
+def test_a_breaker_is_forgotten_when_nobody_needs_what_it_knows():
+    """Workers come and go under new addresses: the table of breakers must not grow with them."""
+    clock, breaker = make()
+    assert not breaker.is_forgettable
+    for _ in range(3):
+        breaker.failed()
+    clock.advance(2.0)
+    assert not breaker.is_forgettable
+    clock.advance(1000.0)
+    assert breaker.is_forgettable
+    assert breaker.allow()
+    assert not breaker.is_forgettable, "its one trial is under way"
+    breaker.succeeded()
+    clock.advance(1000.0)
+    assert breaker.is_forgettable
