@@ -258,6 +258,9 @@ def native_environment(*, threads: int = 0) -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
     environment.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Mooncake: how long a batch may hang (seconds; it takes 5 at least), and one line per failure only.
+    environment.setdefault("MC_TRANSFER_TIMEOUT", "10")
+    environment.setdefault("MC_LOG_LEVEL", "ERROR")
     if threads > 0:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             environment[name] = str(threads)
