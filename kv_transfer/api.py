@@ -20,6 +20,8 @@ from core.kv import PageRef
 from core.request import NO_FLOORS, Floors, GenerateRequest
 
 I64 = npt.NDArray[np.int64]
+HOST = -1
+"""As a region's device: ordinary memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class MemoryRegion:
     shared_name: str = ""
     """Name of the shared-memory segment that holds it, if any; `shared_offset` is its start there."""
     shared_offset: int = 0
+    device: int = HOST
+    """Which GPU holds it; `address` is then a device address that no CPU instruction may touch."""
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
