@@ -2,18 +2,33 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, cast
 
+import msgspec
 import uvicorn
 
 from core.errors import ConfigError
 from gateway.http.client import Receive, Scope, Send
+from gateway.http.protocol import GuardRules, guarded
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
-"""Longer than the idle time of common proxies, so that they close first and no request meets a closing socket."""
+
+
+class HttpTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `http.tls`: empty serves plain HTTP."""
+
+    certificate: str = ""
+    """PEM file: certificate and chain."""
+    key: str = ""
+    """PEM file: private key."""
+    client_authority: str = ""
+    """PEM file: if set, clients must show a certificate of this authority."""
 
 
 class _Server(uvicorn.Server):
@@ -30,11 +45,24 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class HttpServer:
     """Serves one application on one socket in the running event loop."""
 
-    def __init__(self, api: Application, host: str, port: int) -> None:
-        """`port` 0 lets the system choose."""
+    def __init__(
+        self,
+        api: Application,
+        host: str,
+        port: int,
+        *,
+        guard: GuardRules | None = None,
+        tls: HttpTls | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """`port` 0 lets the system choose; `reuse_port`: processes share the port, the system spreads connections."""
         self._api = api
         self._host = host
         self._port = port
+        self._guard = guard or GuardRules()
+        self._tls = tls or HttpTls()
+        self._reuse_port = reuse_port
+        self._context: ssl.SSLContext | None = None
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -44,21 +72,35 @@ class HttpServer:
         return self._port
 
     async def start(self) -> None:
-        """Bind and serve; `ConfigError` if the address cannot be bound."""
-        listener = _bind(self._host, self._port)
+        """Bind and serve; `ConfigError` if the address cannot be bound or a certificate not be read."""
+        self._context = _open_context(self._tls)
+        listener = _bind(self._host, self._port, reuse_port=self._reuse_port)
         self._port = listener.getsockname()[1]
+        context = self._context
         config = uvicorn.Config(
             cast("Any", self._api),  # uvicorn's ASGI types are TypedDicts; ours are plain mappings
+            http=guarded(self._guard),
             loop="none",
             lifespan="on",
+            ws="none",
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=cast("int", self._guard.keep_alive_s),  # passed on to `call_later`, a float works
+            limit_concurrency=self._guard.max_connections,
             backlog=_BACKLOG,
+            ssl_context_factory=None if context is None else lambda _config, _default: context,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    def renew_certificate(self) -> None:
+        """Read the certificate's files anew, for connections to come; a wrong file leaves the old one in use."""
+        if self._context is not None:
+            try:
+                self._context.load_cert_chain(self._tls.certificate, self._tls.key)
+            except OSError as error:
+                logger.warning("the old HTTP certificate stays in use: %s", error)
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let open answers end, cancel those still open after `grace_s`, and wait until all is closed."""
@@ -69,10 +111,28 @@ class HttpServer:
         await self._task
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _open_context(tls: HttpTls) -> ssl.SSLContext | None:
+    if not tls.certificate and not tls.key:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_authority:
+            context.load_verify_locations(tls.client_authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(f"http.tls: cannot use certificate, key or authority: {error}", param="http.tls") from error
+    return context
+
+
+def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
         listener.listen(_BACKLOG)

@@ -1,0 +1,72 @@
+"""Who may use which route, and what a tenant may still ask: keys in headers, rate limits, the headers that tell of them.
+
+A key is looked at here and nowhere else: it goes into no log, no error and no worker.
+"""
+
+from collections.abc import Iterable
+
+from gateway.http.errors import Headers, HttpFault
+from gateway.rate_limit import RateLimits
+from gateway.tenants import Tenant, Tenants
+
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
+"""For load balancers, which have no keys."""
+_OPERATORS = ("/metrics", "/status", "/statusz", "/debug/")
+
+
+class Gatekeeper:
+    """One per application. Event loop's thread only."""
+
+    def __init__(self, tenants: Tenants, limits: RateLimits) -> None:
+        self._tenants = tenants
+        self._limits = limits
+
+    def enter(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Return the name of the tenant that asks, empty where nobody is asked for; raises `HttpFault` 401 or 403."""
+        if path in OPEN_PATHS:
+            return ""
+        key = _key(headers)
+        if path.startswith(_OPERATORS):
+            if self._tenants.is_admin(key):
+                return ""
+            raise HttpFault(403, "this is for operators: send an admin key", "admin_key_required")
+        if self._tenants.are_open:
+            return ""
+        tenant = self._tenants.of_key(key)
+        if tenant is not None:
+            return tenant.name
+        what = "the API key is not known here" if key else "send your API key as `authorization: Bearer ...`"
+        raise HttpFault(401, what, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+
+    def admit(self, name: str, prompt_tokens: int) -> Headers:
+        """Count a request against its tenant's rates; return the headers that say what is left, or raise `NoCapacity`."""
+        tenant = self._tenants.named(name)
+        self._limits.admit(tenant, prompt_tokens)
+        return self._headers(tenant)
+
+    def spend(self, name: str, output_tokens: int) -> None:
+        """Count what a request has put out."""
+        self._limits.spend(self._tenants.named(name), output_tokens)
+
+    def _headers(self, tenant: Tenant) -> Headers:
+        headers: Headers = []
+        for kind in ("requests", "tokens"):
+            standing = self._limits.standing(tenant, kind)
+            if standing is not None:
+                for what, value in (
+                    ("limit", str(standing.limit)),
+                    ("remaining", str(standing.remaining)),
+                    ("reset", f"{standing.reset_s:.3f}s"),
+                ):
+                    headers.append((f"x-ratelimit-{what}-{kind}".encode(), value.encode()))
+        return headers
+
+
+def _key(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the key of OpenAI's or Anthropic's header, or nothing."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip().decode("latin-1")
+        if name == b"x-api-key":
+            return value.strip().decode("latin-1")
+    return ""
