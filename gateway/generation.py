@@ -28,7 +28,7 @@ class Prompt:
     tenant: str = ""
     cache_salt: str = ""
     session: str = ""
-    """X-Session-Affinity or X-Correlation-ID: a routing hint."""
+    """X-Session-Affinity, X-Session-ID or X-Correlation-ID: a routing hint."""
     images: tuple[MmItem, ...] = ()
     """With pixels, by position."""
     grammar: Grammar | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from core.clock import Clock
 from core.log import log_context
 from core.metrics import CONTENT_TYPE
-from gateway.generation import Generator
+from gateway.generation import Generator, ServedModel
 from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
 from gateway.http.config import ApiConfig
 from gateway.http.dialects import Dialect, Dialects
@@ -23,12 +23,14 @@ from gateway.http.intake import Accepted, Intake
 from gateway.http.metrics import HttpMetrics
 from gateway.http.schema import BodyType, decode_body
 from gateway.http.sse import json_bytes
+from gateway.http.texts import TextRoute, TextRoutes
 from gateway.text.chat import ChatFormat
 from gateway.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _JSON = (b"content-type", b"application/json")
+_ONE_MODEL = "/v1/models/"
 _TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
 Handler = Callable[[Scope, Receive, Client], Awaitable[None]]
@@ -60,6 +62,7 @@ class Api:
         dialects = Dialects(self._intake, tokenizer.vocabulary, unix_time)
         self._routes: dict[str, dict[str, Handler]] = {
             **{dialect.route: {"POST": self._generation(dialect)} for dialect in dialects.all()},
+            **{path: {"POST": self._unary(route)} for path, route in TextRoutes(self._intake, tokenizer).all().items()},
             "/v1/models": {"GET": self._models, "HEAD": self._models},
             "/health": {"GET": self._alive, "HEAD": self._alive},
             "/livez": {"GET": self._alive, "HEAD": self._alive},
@@ -110,6 +113,8 @@ class Api:
 
     def _find(self, path: str, method: str) -> Handler:
         methods = self._routes.get(path)
+        if methods is None and path.startswith(_ONE_MODEL):
+            methods = {"GET": self._model, "HEAD": self._model}
         if methods is None:
             raise HttpFault(404, f"there is no route {path[:200]}", "unknown_route")
         if method not in methods:
@@ -133,17 +138,19 @@ class Api:
         await client.answer(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
 
     async def _models(self, _scope: Scope, _receive: Receive, client: Client) -> None:
-        data = [
-            {
-                "id": model.name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "tandem",
-                "max_model_len": model.max_tokens_total,
-            }
-            for model in self._generator.models()
-        ]
+        data = [_told(model) for model in self._generator.models()]
         await client.answer(200, [_JSON], json_bytes({"object": "list", "data": data}))
+
+    async def _model(self, scope: Scope, _receive: Receive, client: Client) -> None:
+        name: str = scope["path"].removeprefix(_ONE_MODEL)
+        await client.answer(200, [_JSON], json_bytes(_told(self._intake.find(name))))
+
+    def _unary(self, route: TextRoute) -> Handler:
+        async def handle(scope: Scope, receive: Receive, client: Client) -> None:
+            _hints, raw = await self._read(scope, receive)
+            await client.answer(200, [_JSON], await route(raw))
+
+        return handle
 
     def _generation(self, dialect: Dialect[Any]) -> Handler:
         async def handle(scope: Scope, receive: Receive, client: Client) -> None:
@@ -233,6 +240,16 @@ def build_asgi(
         mint_seed=mint_seed or (lambda: secrets.randbits(64)),
         model=model,
     )
+
+
+def _told(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "tandem",
+        "max_model_len": model.max_tokens_total,
+    }
 
 
 def _request_id(scope: Scope) -> str:

@@ -13,7 +13,11 @@ from gateway.http.completions import CompletionAnswer
 from gateway.http.conversation import chat_ask
 from gateway.http.headers import RequestHints
 from gateway.http.intake import Accepted, Intake
-from gateway.http.metrics import CHAT, COMPLETIONS
+from gateway.http.messages_answer import MessagesAnswer
+from gateway.http.messages_body import MessagesBody, messages_ask
+from gateway.http.metrics import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from gateway.http.responses_answer import ResponsesAnswer
+from gateway.http.responses_body import ResponsesBody, responses_ask
 from gateway.http.schema import Body, BodyType, ChatBody, CompletionBody
 from gateway.text.vocabulary import Vocabulary
 
@@ -41,6 +45,8 @@ class Dialects:
         return (
             Dialect(CHAT, ChatBody, self._accept_chat, self._chat),
             Dialect(COMPLETIONS, CompletionBody, self._intake.accept_completion, self._completion),
+            Dialect(RESPONSES, ResponsesBody, self._accept_response, self._response),
+            Dialect(MESSAGES, MessagesBody, self._accept_message, self._message),
         )
 
     def _accept_chat(self, body: ChatBody, hints: RequestHints) -> Awaitable[Accepted]:
@@ -72,6 +78,25 @@ class Dialects:
             continuous_usage=continuous,
             with_logprobs=accepted.with_logprobs,
         )
+
+    def _accept_response(self, body: ResponsesBody, hints: RequestHints) -> Awaitable[Accepted]:
+        return self._intake.accept_chat(responses_ask(body), hints)
+
+    def _response(self, accepted: Accepted, body: ResponsesBody) -> AnswerFormat:
+        return ResponsesAnswer(
+            body,
+            answer_id=accepted.request_id,
+            model=accepted.model,
+            created=int(self._unix_time()),
+            vocabulary=self._vocabulary,
+            with_logprobs=accepted.with_logprobs,
+        )
+
+    def _accept_message(self, body: MessagesBody, hints: RequestHints) -> Awaitable[Accepted]:
+        return self._intake.accept_chat(messages_ask(body), hints)
+
+    def _message(self, accepted: Accepted, _body: MessagesBody) -> AnswerFormat:
+        return MessagesAnswer(answer_id=accepted.request_id, model=accepted.model)
 
 
 def _usage_options(body: Body) -> tuple[bool, bool]:

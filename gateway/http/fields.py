@@ -28,6 +28,10 @@ def _is_text_format(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == "text")
 
 
+def _is_text(value: Any) -> bool:
+    return not isinstance(value, dict)
+
+
 def _is_free_choice(value: Any) -> bool:
     return value in (None, "none", "auto")
 
@@ -59,6 +63,8 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "store": (_is_empty, "responses are not stored here"),
     "background": (_is_empty, "background responses are not supported"),
     "previous_response_id": (_is_empty, "responses are not stored here"),
+    "conversation": (_is_empty, "conversations are not stored here"),
+    "prompt": (_is_text, "prompts are not stored here"),
     "modalities": (_is_text_only, "only text comes out"),
     "audio": (_is_empty, "only text comes out"),
     "web_search_options": (_is_empty, "web search is not supported"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from core.errors import BadRequest
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_PRIORITY = re.compile(r"-?[0-9]{1,9}")
+_SESSION_HEADERS = (b"x-session-affinity", b"x-session-id", b"x-correlation-id")
 _SESSION = re.compile(r"[\x21-\x7e]{1,256}")
 _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMED_FIELDS = 16
@@ -21,18 +23,29 @@ class RequestHints:
     """The client's own name for the request, echoed; never used inside."""
     session: str = ""
     """Routing hint: requests of one session profit from the same worker."""
+    priority: int | None = None
+    """As the body's field of that name, which wins: lower runs first."""
 
 
 def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float) -> RequestHints:
-    """Read the hints; an ill-formed id or session is ignored, an ill-formed deadline is a `BadRequest`."""
+    """Read the hints; an ill-formed id or session is ignored, an ill-formed deadline or priority is a `BadRequest`."""
     found = {name: value.decode("latin-1") for name, value in headers}
     request_id = found.get(b"x-request-id", "")
-    session = found.get(b"x-session-affinity") or found.get(b"x-correlation-id") or ""
+    session = next((found[name] for name in _SESSION_HEADERS if found.get(name)), "")
     return RequestHints(
         timeout_s=_timeout(found.get(b"x-deadline-ms"), request_timeout_s),
         request_id=request_id if _REQUEST_ID.fullmatch(request_id) else None,
+        priority=_priority(found.get(b"x-priority")),
         session=session if _SESSION.fullmatch(session) else "",
     )
+
+
+def _priority(value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not _PRIORITY.fullmatch(value):
+        raise BadRequest("header x-priority must be a whole number of at most 9 digits", param="x-priority")
+    return int(value)
 
 
 def _timeout(deadline_ms: str | None, limit_s: float) -> float:

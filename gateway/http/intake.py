@@ -119,6 +119,11 @@ class Intake:
         )
         return self._accept(ask, model, hints, prompts)
 
+    def default_model(self) -> str:
+        """Return the name that a body without one means."""
+        served = self._models()
+        return served[0].name if served else self._only
+
     def find(self, name: str) -> ServedModel:
         """Return the model of that name; raises `UnknownModel` or, with nobody there, `NoWorker`."""
         models = self._models()
@@ -140,7 +145,7 @@ class Intake:
             return _PromptText(ids, prompt if body.echo else "")
         if not prompt:
             raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-        _check_ids(prompt, model.vocab_size, "prompt")
+        check_ids(prompt, model.vocab_size, "prompt")
         return _PromptText(tuple(prompt), tokenizer.decode(prompt) if body.echo else "")
 
     async def off_loop(self, num_chars: int, encode: Callable[[], T]) -> T:
@@ -169,7 +174,7 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise BadRequest("`stream_options` needs `stream: true`", param="stream_options")
         text = self._text_rules(body, model)
-        _check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
+        check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
         sampling = _sampling(
             body, body.seed & _SEED_MASK if body.seed is not None else self._mint_seed(), ask.num_logprobs
         )
@@ -189,7 +194,7 @@ class Intake:
                             sampling=sampling(sample_index),
                             stop=rules,
                             timeout_s=hints.timeout_s,
-                            priority=body.priority or 0,
+                            priority=body.priority if body.priority is not None else hints.priority or 0,
                             cache_salt=body.cache_salt or "",
                             session=hints.session,
                             images=prompt.chat.images if prompt.chat is not None else (),
@@ -210,7 +215,7 @@ class Intake:
         )
 
     def _text_rules(self, body: Body, model: ServedModel) -> TextRules:
-        _check_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+        check_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
         silent = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else model.eos_token_ids)
         return TextRules(
             stops=self._stops(body.stop),
@@ -254,7 +259,8 @@ def _split_prompts(prompt: str | list[int | str | list[int]]) -> list[str | list
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def _check_ids(ids: Sequence[int] | dict[int, float], vocab_size: int, param: str) -> None:
+def check_ids(ids: Sequence[int] | dict[int, float], vocab_size: int, param: str) -> None:
+    """Raise `BadRequest` for an id that the model does not have."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise BadRequest(f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", param=param)

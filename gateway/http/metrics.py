@@ -6,7 +6,9 @@ from core.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-ROUTES = (CHAT, COMPLETIONS)
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+ROUTES = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 """The generation routes, as labels."""
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 

@@ -135,6 +135,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 
 BodyType = TypeVar("BodyType", bound=Struct)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +148,32 @@ class Decoded(Generic[BodyType]):
 
 def decode_body(raw: bytes, kind: type[BodyType]) -> Decoded[BodyType]:
     """Decode and check one JSON body; raises `BadRequest`."""
+    fields = _decode(raw, dict[str, Raw])
     try:
-        fields = msgspec.json.decode(raw, type=dict[str, Raw])
         extra = fields.keys() - kind.__struct_fields__ - HARMLESS
         for name in sorted(extra & REFUSED.keys()):
             allowed, reason = REFUSED[name]
             if not allowed(msgspec.json.decode(fields[name])):
                 raise BadRequest(f"`{name}`: {reason}; leave it out", param=name)
-        body = msgspec.json.decode(raw, type=kind)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+    return Decoded(_decode(raw, kind), tuple(sorted(extra - REFUSED.keys())))
+
+
+def peek_body(raw: bytes, kind: type[BodyType]) -> BodyType:
+    """Decode some fields of a body and look at no others; raises `BadRequest`."""
+    return _decode(raw, kind)
+
+
+def _decode(raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
-    return Decoded(body, tuple(sorted(extra - REFUSED.keys())))
 
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key` in `)?\$\.?(?P<path>.*)`$", re.DOTALL)

@@ -1,6 +1,7 @@
 """Server-sent events: framing, and the templates that make one chunk cost one string encoding.
 
-One `data:` line of JSON per event, a blank line after it, `[DONE]` last; no comments, no `event:` lines.
+One `data:` line of JSON per event, a blank line after it; no comments. Chats and completions end in `[DONE]` and
+name no events; the other APIs name each.
 Knows no protocol's field names.
 """
 
@@ -33,6 +34,11 @@ def json_bytes(value: object) -> bytes:
 def event(body: bytes) -> bytes:
     """Frame one JSON text as an event."""
     return b"data: " + body + b"\n\n"
+
+
+def named_event(name: bytes, body: bytes) -> bytes:
+    """Frame one JSON text as an event with a name, as the APIs that have several kinds of events do."""
+    return b"event: " + name + b"\ndata: " + body + b"\n\n"
 
 
 class TextEvent:
