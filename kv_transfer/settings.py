@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from core.ids import Incarnation
 from kv_transfer.config import TransferConfig
+from kv_transfer.device import Cuda
 from kv_transfer.exchange import Exchange
 
 
@@ -14,3 +15,5 @@ class TransportSettings:
     incarnation: Incarnation
     config: TransferConfig
     exchange: Exchange | None = None
+    cuda: Cuda | None = None
+    """For tests; the real driver otherwise."""

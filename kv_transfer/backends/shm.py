@@ -5,7 +5,7 @@ was read under a lapsed lease is caught by validate-on-release. When the source 
 """
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -100,7 +100,7 @@ class ShmTransport(LaneTransport):
         if private:
             raise ConfigError(f"KV region {private[0]} is not in shared memory, so the shm transport cannot serve it")
         export = ShmExport(
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             regions=tuple(ShmRegion(r.id, r.nbytes, r.shared_name, r.shared_offset) for r in regions),
         )
         return msgspec.msgpack.encode(export)
@@ -114,27 +114,30 @@ class ShmTransport(LaneTransport):
             export = msgspec.msgpack.decode(info.blob, type=ShmExport)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise TransferFailed(f"the peer's shm description cannot be read: {error}") from error
-        if export.boot_id != _boot_id():
+        if export.boot_id != boot_id():
             raise TransferFailed("the peer runs on another host")
-        return ShmPeer(info, self._shared, self._map(export))
-
-    def _map(self, export: ShmExport) -> dict[int, U8]:
-        segments: dict[str, mmap.mmap] = {}
-        views: dict[int, U8] = {}
-        for region in export.regions:
-            if region.segment not in segments:
-                try:
-                    segments[region.segment] = map_segment(self._shared.config.segment_directory, region.segment)
-                except (OSError, ValueError) as error:
-                    raise TransferFailed(f"the peer's segment cannot be mapped: {error}") from error
-            whole = np.frombuffer(segments[region.segment], np.uint8)
-            if region.offset < 0 or region.nbytes <= 0 or region.offset + region.nbytes > len(whole):
-                raise TransferFailed(f"the peer's region {region.id} lies outside its segment")
-            views[region.id] = whole[region.offset : region.offset + region.nbytes]
-        return views
+        return ShmPeer(info, self._shared, map_regions(export.regions, self._shared.config.segment_directory))
 
 
-def _boot_id() -> str:
+def map_regions(regions: Iterable[ShmRegion], directory: str) -> dict[int, U8]:
+    """Map a peer's regions read-only; raises TransferFailed. The mappings go with the last view of them."""
+    segments: dict[str, mmap.mmap] = {}
+    views: dict[int, U8] = {}
+    for region in regions:
+        if region.segment not in segments:
+            try:
+                segments[region.segment] = map_segment(directory, region.segment)
+            except (OSError, ValueError) as error:
+                raise TransferFailed(f"the peer's segment cannot be mapped: {error}") from error
+        whole = np.frombuffer(segments[region.segment], np.uint8)
+        if region.offset < 0 or region.nbytes <= 0 or region.offset + region.nbytes > len(whole):
+            raise TransferFailed(f"the peer's region {region.id} lies outside its segment")
+        views[region.id] = whole[region.offset : region.offset + region.nbytes]
+    return views
+
+
+def boot_id() -> str:
+    """Return what tells this host (and this start of it) from others."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError as error:

@@ -1,0 +1,122 @@
+"""The few calls of the CUDA driver that moving KV between processes needs, by ctypes: nothing to install beyond the driver.
+
+Addresses are numbers. Primary contexts are shared with whatever else in this process uses the device (torch does).
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+from core.errors import ConfigError, TransferFailed
+from kv_transfer.device import HANDLE_BYTES
+
+_LAZY_PEER_ACCESS = 1
+_NON_BLOCKING = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_char * HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """`kv_transfer.device.Cuda` over `libcuda`; raises ConfigError where there is none, or no device."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+            self.call("cuInit", c_uint(0))
+        except (OSError, TransferFailed) as error:
+            raise ConfigError(f"there is no usable CUDA driver here: {error}") from error
+        self._lock = threading.Lock()
+        self._contexts: dict[int, c_void_p] = {}
+        self._streams: dict[tuple[int, int], c_void_p] = {}
+        self._mapped: dict[tuple[int, bytes], list[int]] = {}
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver; raises TransferFailed with its name for an error."""
+        code = int(getattr(self._library, name)(*arguments))
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(c_int(code), byref(text))
+            raise TransferFailed(f"{name} failed: {(text.value or b'unknown').decode()}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that this process sees."""
+        count = c_int()
+        self.call("cuDeviceGetCount", byref(count))
+        return count.value
+
+    def use(self, device: int) -> None:
+        """Make the device current for the calling thread."""
+        with self._lock:
+            context = self._contexts.get(device)
+            if context is None:
+                context, handle = c_void_p(), c_int()
+                self.call("cuDeviceGet", byref(handle), c_int(device))
+                self.call("cuDevicePrimaryCtxRetain", byref(context), handle)
+                self._contexts[device] = context
+        self.call("cuCtxSetCurrent", context)
+
+    def uuid(self, device: int) -> bytes:
+        handle, name = c_int(), ctypes.create_string_buffer(16)
+        self.call("cuDeviceGet", byref(handle), c_int(device))
+        self.call("cuDeviceGetUuid", name, handle)
+        return name.raw
+
+    def find(self, uuid: bytes) -> int | None:
+        return next((device for device in range(self.num_devices) if self.uuid(device) == uuid), None)
+
+    def share(self, device: int, address: int) -> tuple[bytes, int]:
+        self.use(device)
+        base, size, handle = c_uint64(), c_size_t(), _Handle()
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
+        self.call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
+        return bytes(handle), address - base.value
+
+    def map(self, device: int, handle: bytes) -> int:
+        self.use(device)
+        with self._lock:
+            known = self._mapped.get((device, handle))
+            if known is None:
+                base = c_uint64()
+                shared = _Handle.from_buffer_copy(handle)
+                self.call("cuIpcOpenMemHandle_v2", byref(base), shared, c_uint(_LAZY_PEER_ACCESS))
+                known = self._mapped[device, handle] = [base.value, 0]
+            known[1] += 1
+            return known[0]
+
+    def unmap(self, device: int, handle: bytes) -> None:
+        self.use(device)
+        with self._lock:
+            known = self._mapped[device, handle]
+            known[1] -= 1
+            if not known[1]:
+                del self._mapped[device, handle]
+                self.call("cuIpcCloseMemHandle", c_uint64(known[0]))
+
+    def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:
+        self.use(device)
+        stream = self._stream(device)
+        start = self._library.cuMemcpyAsync
+        failed = 0
+        for target, source, nbytes in copies:
+            failed = start(c_uint64(target), c_uint64(source), c_size_t(nbytes), stream)
+            if failed:
+                break
+        # What was started before a failure must be over as well, or the context itself has ended.
+        self.call("cuStreamSynchronize", stream)
+        if failed:
+            raise TransferFailed(f"cuMemcpyAsync failed with code {failed}")
+
+    def _stream(self, device: int) -> c_void_p:
+        """One stream for each thread and device: threads do not wait for each other's copies."""
+        key = (device, threading.get_ident())
+        with self._lock:
+            stream = self._streams.get(key)
+            if stream is None:
+                stream = c_void_p()
+                self.call("cuStreamCreate", byref(stream), c_uint(_NON_BLOCKING))
+                self._streams[key] = stream
+            return stream

@@ -1,0 +1,35 @@
+"""Device memory as transports see it: what they need of CUDA, without importing anything of it."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+HANDLE_BYTES = 64
+"""Of the name under which other processes map an allocation."""
+
+
+class Cuda(Protocol):
+    """What the transport uses. Thread-safe. Every failure is a TransferFailed."""
+
+    def uuid(self, device: int) -> bytes:
+        """Name a device in a way that other processes understand."""
+        ...
+
+    def find(self, uuid: bytes) -> int | None:
+        """Return the device of that name, if this process sees it."""
+        ...
+
+    def share(self, device: int, address: int) -> tuple[bytes, int]:
+        """Return a handle of the allocation that holds an address, and where in it the address lies."""
+        ...
+
+    def map(self, device: int, handle: bytes) -> int:
+        """Map another process's allocation and return where; several times if need be, each with its `unmap`."""
+        ...
+
+    def unmap(self, device: int, handle: bytes) -> None:
+        """Take back one `map`."""
+        ...
+
+    def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Copy (target, source, bytes) in order, between any memories; on return or raise no byte moves any more."""
+        ...

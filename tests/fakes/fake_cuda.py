@@ -1,0 +1,60 @@
+"""A CUDA driver without a GPU: its "device memory" is shared segments, its IPC handles are their names.
+
+Works between processes, like the real one, so that the contract and fence suites run over it.
+"""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from core.errors import TransferFailed
+from kv_transfer.device import HANDLE_BYTES
+from kv_transfer.memory import map_segment
+
+UUID = b"the only fake GPU"[:16]
+
+
+class FakeCuda:
+    def __init__(self, directory: str, uuid: bytes = UUID):
+        self.directory = directory
+        self.name = uuid
+        self.maps: dict[bytes, tuple[mmap.mmap, int]] = {}
+        self.num_maps: dict[bytes, int] = {}
+
+    def uuid(self, device: int) -> bytes:
+        return self.name
+
+    def find(self, uuid: bytes) -> int | None:
+        return 0 if uuid == self.name else None
+
+    def share(self, device: int, address: int) -> tuple[bytes, int]:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, file_offset, _, _, *path = line.split(maxsplit=5)
+            first, last = (int(end, 16) for end in span.split("-"))
+            if first <= address < last and path and path[0].startswith(self.directory):
+                name = Path(path[0]).name.encode()
+                assert len(name) <= HANDLE_BYTES
+                return name.ljust(HANDLE_BYTES, b"\0"), address - first + int(file_offset, 16)
+        raise TransferFailed("cuIpcGetMemHandle failed: CUDA_ERROR_INVALID_VALUE")
+
+    def map(self, device: int, handle: bytes) -> int:
+        if handle not in self.maps:
+            try:
+                mapped = map_segment(self.directory, handle.rstrip(b"\0").decode(errors="replace"))
+            except (OSError, ValueError) as error:
+                raise TransferFailed("cuIpcOpenMemHandle failed: CUDA_ERROR_INVALID_VALUE") from error
+            self.maps[handle] = mapped, int(np.frombuffer(mapped, np.uint8).ctypes.data)
+        self.num_maps[handle] = self.num_maps.get(handle, 0) + 1
+        return self.maps[handle][1]
+
+    def unmap(self, device: int, handle: bytes) -> None:
+        self.num_maps[handle] -= 1
+        assert self.num_maps[handle] >= 0, "unmapped more often than mapped"
+        if not self.num_maps[handle]:
+            self.maps.pop(handle)[0].close()
+
+    def copy(self, device: int, copies) -> None:
+        for target, source, nbytes in copies:
+            ctypes.memmove(target, source, nbytes)
