@@ -16,6 +16,7 @@ from core.lifecycle import State
 from core.worker import Load, Registration, Role
 from gateway.breaker import Breaker, BreakerRules
 from gateway.fleet import MODES, Fleet
+from gateway.routing.calibration import PrefillCosts
 
 RECENT_HALF_LIFE_S = 60.0
 """How fast the long-term load of a worker forgets."""
@@ -40,6 +41,10 @@ class Member:
     alive: bool = True
     load: Load | None = None
     draining: bool = False
+    prompts: dict[object, float] = field(default_factory=dict)
+    """Prompts of ours that it has not computed yet, in order: predicted seconds by their receipt."""
+    computed_at: float = 0.0
+    """When it last finished one of ours."""
 
     @property
     def worker_id(self) -> WorkerId:
@@ -72,6 +77,7 @@ class _Names:
     models: Interning = field(default_factory=Interning)
     fingerprints: Interning = field(default_factory=Interning)
     domains: Interning = field(default_factory=Interning)
+    kinds: Interning = field(default_factory=Interning)
     transports: Interning = field(default_factory=Interning)
 
 
@@ -94,10 +100,15 @@ class Directory:
         self._rules = breaker or BreakerRules()
         self.fleet = Fleet.empty(16)
         self.names = _Names()
+        self.costs = PrefillCosts()
         self._members: dict[WorkerId, Member] = {}
         self._slots: list[Member | None] = [None] * 16
         self._breakers: dict[WorkerId, tuple[Breaker, float]] = {}
         self._groups: dict[tuple[str, bytes], list[Member]] = {}
+
+    def now(self) -> float:
+        """Return the time of this directory's clock."""
+        return self._clock.now()
 
     # What workers say
 
@@ -137,7 +148,7 @@ class Directory:
         return member, old
 
     def heartbeat(self, member: Member, load: Load) -> None:
-        """Renew the lease and take over the load; what we sent since the last report is now inside it."""
+        """Renew the lease and take over the load."""
         if not member.alive:
             return
         member.load = load
@@ -148,10 +159,10 @@ class Directory:
         fleet.pages_free[slot] = load.pages_free + load.pages_evictable
         fleet.rate[slot] = load.prefill_tokens_per_s
         fleet.step_s[slot] = load.step_ms / 1000.0
-        fleet.waiting_tokens[slot] = load.waiting_tokens
-        fleet.requests[slot] = load.running_requests + load.waiting_requests
-        fleet.since_tokens[slot] = 0.0
-        fleet.since_requests[slot] = 0.0
+        # Of what it reports, ours is known better, and already in the figures of this gateway.
+        fleet.foreign_tokens[slot] = max(0.0, load.waiting_tokens - fleet.own_tokens[slot])
+        live = load.running_requests + load.waiting_requests
+        fleet.foreign_requests[slot] = max(0.0, live - fleet.own_requests[slot])
         self._publish(member)
 
     def disconnected(self, member: Member) -> None:
@@ -211,6 +222,39 @@ class Directory:
         """It refused work because it is going away; its next reports will say so too."""
         member.draining = True
         self._publish(member)
+
+    def queue(self, member: Member, receipt: object, tokens: float, seconds: float) -> None:
+        """A prompt of ours waits there from now on."""
+        fleet, slot = self.fleet, member.slot
+        if not member.prompts:
+            fleet.head_s[slot], fleet.head_since[slot] = seconds, self._clock.now()
+        member.prompts[receipt] = seconds
+        fleet.own_prompts[slot] += 1
+        fleet.own_tokens[slot] += tokens
+        fleet.own_s[slot] += seconds
+        fleet.recent_s[slot] += seconds
+
+    def unqueue(self, member: Member, receipt: object, tokens: float) -> None:
+        """It waits there no more: computed, or placed elsewhere."""
+        fleet, slot = self.fleet, member.slot
+        seconds = member.prompts.pop(receipt)
+        if not member.alive:
+            return
+        fleet.own_prompts[slot] -= 1
+        fleet.own_tokens[slot] -= tokens
+        # Sums of floats drift; an empty queue is exactly empty.
+        fleet.own_s[slot] = fleet.own_s[slot] - seconds if member.prompts else 0.0
+        fleet.head_s[slot], fleet.head_since[slot] = next(iter(member.prompts.values()), 0.0), self._clock.now()
+
+    def computed(self, member: Member, *, since: float, tokens: int, context: int) -> None:
+        """It computed a prompt of ours of `context` tokens, `tokens` of them anew, sent at `since`.
+
+        Its time is known where the worker was ours alone: it began when it was sent or when the one before was done.
+        """
+        now = self._clock.now()
+        if member.alive and not self.fleet.foreign_tokens[member.slot]:
+            self.costs.observe(self.fleet, member.slot, tokens, context, now - max(since, member.computed_at))
+        member.computed_at = now
 
     # Questions
 
@@ -293,6 +337,9 @@ class Directory:
         fleet.transports[slot] = self._transport_bits(told.transports)
         fleet.mode[slot] = MODES.get(told.prefill_mode, MODES["remote"])
         fleet.key[slot] = zlib.crc32(told.worker_id.encode())
+        # Nobody tells the hardware; equal software with an equal number of pages runs on equal machines.
+        fleet.kind[slot] = self.names.kinds.code(b"%s %d %s" % (told.fingerprint, told.num_pages, told.role.encode()))
+        self.costs.describe(fleet, slot)
         fleet.page_tokens[slot] = told.page_tokens
         fleet.max_tokens[slot] = told.max_tokens_total
         fleet.replay_tokens[slot] = told.replay_tokens

@@ -13,17 +13,26 @@ class Dispatch:
     """One attempt's work at its prefill worker (None: the decode worker computes the prompt) and decode worker."""
 
     def __init__(
-        self, directory: Directory, *, prefill: Member | None, decode: Member, tokens: int, seconds: float
+        self,
+        directory: Directory,
+        *,
+        prefill: Member | None,
+        decode: Member,
+        tokens: int,
+        seconds: float,
+        context: int = 0,
     ) -> None:
         self._directory = directory
         self._decode = decode
-        self._tokens = float(tokens)
+        self._tokens = tokens
+        self._context = max(tokens, context)
         self._computing: Member | None = None
+        self._since = 0.0
         self._open = True
-        fleet = directory.fleet
+        self.computed_at: float | None = None
+        """When the prompt was done."""
         if decode.alive:
-            fleet.own_requests[decode.slot] += 1
-            fleet.since_requests[decode.slot] += 1
+            directory.fleet.own_requests[decode.slot] += 1
         directory.dispatched(decode)
         self.place(prefill, seconds=seconds)
 
@@ -33,19 +42,22 @@ class Dispatch:
             # A refusal says nothing of its health; as a breaker's probe it must not stay out for ever.
             self._directory.undecided(self._computing)
         self._give_back()
-        self._computing = target = prefill or self._decode
-        fleet = self._directory.fleet
+        self._since = self._directory.now()
+        target = prefill or self._decode
         if target.alive:
-            fleet.own_tokens[target.slot] += self._tokens
-            fleet.since_tokens[target.slot] += self._tokens
-            fleet.recent_s[target.slot] += seconds
+            self._computing = target
+            self._directory.queue(target, self, self._tokens, seconds)
         if prefill is not None:
             self._directory.dispatched(prefill)
 
     def computed(self) -> None:
         """The prompt is done: its tokens wait nowhere any more. Idempotent."""
-        if self._computing is not None and self._computing is not self._decode:
+        if self._computing is None:
+            return
+        if self._computing is not self._decode:
             self._directory.succeeded(self._computing)
+        self._directory.computed(self._computing, since=self._since, tokens=self._tokens, context=self._context)
+        self.computed_at = self._directory.now()
         self._give_back()
 
     def close(self) -> None:
@@ -62,8 +74,8 @@ class Dispatch:
 
     def _give_back(self) -> None:
         target, self._computing = self._computing, None
-        if target is not None and target.alive:
-            self._directory.fleet.own_tokens[target.slot] -= self._tokens
+        if target is not None:
+            self._directory.unqueue(target, self, self._tokens)
 
 
 def decay_recent(directory: Directory, elapsed_s: float) -> None:

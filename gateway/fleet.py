@@ -35,6 +35,8 @@ class Fleet:
     model: Ints
     fingerprint: Ints
     domain: Ints
+    kind: Ints
+    """Workers of one kind cost the same."""
     transports: Ints
     """Bit set of interned transport names; 0: not told."""
     mode: Ints
@@ -50,16 +52,23 @@ class Fleet:
     """Free or evictable, by the last report."""
     rate: Floats
     """Prefill tokens per second by the last report; 0: not known."""
+    base_s: Floats
+    token_s: Floats
+    square_s: Floats
+    """Measured cost of a prompt: fixed, per uncached token, per uncached x context token; `token_s` 0: not yet known."""
     step_s: Floats
-    waiting_tokens: Floats
-    requests: Floats
-    """Running and waiting, by the last report."""
-    since_tokens: Floats
-    since_requests: Floats
-    """Sent by this gateway since the last report."""
+    foreign_tokens: Floats
+    foreign_requests: Floats
+    """Of the last report, what is not ours: waiting prompt tokens, and requests running or waiting."""
     own_tokens: Floats
+    own_s: Floats
+    own_prompts: Floats
+    """Sent by this gateway and not yet prefilled: uncached tokens, their predicted seconds, and how many prompts."""
+    head_s: Floats
+    head_since: Floats
+    """Of these the one in front: its predicted seconds, and when it came to the front."""
     own_requests: Floats
-    """Sent by this gateway and not yet prefilled / not yet ended."""
+    """Sent by this gateway and not yet ended."""
     recent_s: Floats
     """Decayed seconds of prefill work given to this worker."""
 
@@ -87,10 +96,10 @@ class Fleet:
         for field in fields(self):
             getattr(self, field.name)[slot] = 0
 
-    def queued_tokens(self) -> Floats:
-        """Prompt tokens in front of a new request: the report plus what it cannot know yet, at least our own."""
-        return np.maximum(self.waiting_tokens + self.since_tokens, self.own_tokens)
+    def own_queue_s(self, now: float) -> Floats:
+        """Predicted seconds until all prompts of ours are computed: what is left of the first, and the others."""
+        return self.own_s - np.minimum(np.maximum(now - self.head_since, 0.0), self.head_s)
 
     def live_requests(self) -> Floats:
-        """Requests at each worker, by the same rule."""
-        return np.maximum(self.requests + self.since_requests, self.own_requests)
+        """Requests at each worker: ours are known at once, the others' by the last report."""
+        return self.own_requests + self.foreign_requests

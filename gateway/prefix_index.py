@@ -1,13 +1,14 @@
-"""Who holds which page: event hash -> bit set of worker slots, fed by KV events and by our own dispatches.
+"""Who holds which page: fed by the workers' KV events and by our own dispatches.
 
-Two layers: what workers reported (exact, per incarnation, sequence-numbered, healed by snapshots) and what we
-expect soon (speculative: pages of prompts just dispatched, which expire). Pure state, one thread, no I/O: a caller
-that is told of a gap fetches a snapshot and applies it. Every set is prefix-closed (parents are stored before and
-removed after children), so a walk along a prompt may jump instead of asking page by page.
+Three layers. *Reported*: exact, per incarnation, sequence-numbered, healed by snapshots. *Expected*: pages of prompts
+just dispatched, until their worker reports them, reports them removed, or a time has passed. *Remembered*: the pages
+we sent to a worker that has reported nothing yet, least recently sent forgotten first: all there is for a worker
+without events. Pure state, one thread, no I/O: a caller that is told of a gap fetches a snapshot and applies it.
+Every set is prefix-closed (parents are stored before and removed after children), so a walk may jump.
 """
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from core.ids import Incarnation
 from core.worker import KvEvent, KvEventBatch, KvSnapshot
+from gateway.page_table import PageTable
 
 MAX_BUFFERED_BATCHES = 1024
 """Live batches kept while a snapshot is fetched; more are dropped, and the next snapshot heals that too."""
@@ -33,14 +35,15 @@ class Applied(enum.Enum):
 
 @dataclass(slots=True)
 class _Holder:
-    """One worker's reported pages and where its event stream stands."""
+    """One worker: where its event stream stands."""
 
     incarnation: Incarnation
     max_pages: int
     sequence: int = 0
-    hashes: set[int] = field(default_factory=set)
     waiting: bool = False
     buffer: deque[KvEventBatch] = field(default_factory=deque)
+    remembered: OrderedDict[int, None] | None = field(default_factory=OrderedDict)
+    """Pages sent there, least recently first; None once it reports itself."""
 
 
 @dataclass(slots=True)
@@ -55,14 +58,13 @@ class IndexCounts:
 class PrefixIndex:
     """The pages of all workers. Slots are the fleet's; `add` before and `drop` after a slot's use."""
 
-    def __init__(self, *, max_speculative_pages: int = 200_000, expected_ttl_s: float = 5.0) -> None:
-        self._reported: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
-        self._references: dict[tuple[int, int], int] = {}
-        self._pending: deque[tuple[float, int, tuple[int, ...]]] = deque()
-        self._pending_pages = 0
-        self._max_speculative = max_speculative_pages
-        self._expected_ttl_s = expected_ttl_s
+    def __init__(self, *, max_speculative_pages: int = 200_000, expected_ttl_s: float = 30.0) -> None:
+        self._reported = PageTable()
+        # Two generations instead of a deadline for each page: a page is expected for one to two half lives.
+        self._young, self._old = PageTable(), PageTable()
+        self._turned_at = 0.0
+        self._half_s = expected_ttl_s / 2
+        self._max_young = max_speculative_pages // 2
         self._holders: dict[int, _Holder] = {}
         self.counts = IndexCounts()
 
@@ -77,17 +79,10 @@ class PrefixIndex:
         self._holders[slot] = _Holder(incarnation, max_pages)
 
     def drop(self, slot: int) -> None:
-        """Forget a worker and all its pages, reported and expected."""
-        holder = self._holders.pop(slot, None)
-        if holder is not None:
-            self._replace(holder, slot, ())
-        kept: deque[tuple[float, int, tuple[int, ...]]] = deque()
-        for entry in self._pending:
-            if entry[1] == slot:
-                self._unexpect(slot, entry[2])
-            else:
-                kept.append(entry)
-        self._pending = kept
+        """Forget a worker and all its pages."""
+        self._holders.pop(slot, None)
+        for table in (self._reported, self._young, self._old):
+            table.drop(slot)
 
     def apply(self, slot: int, batch: KvEventBatch) -> Applied:
         """Take one batch of a worker. Old ones are ignored; after a gap all wait for a snapshot."""
@@ -98,8 +93,11 @@ class PrefixIndex:
             self.counts.gaps += not holder.waiting
             self._buffer(holder, batch)
             return Applied.NEED_SNAPSHOT
-        self._take(holder, slot, batch)
-        return self._check_bound(holder)
+        self._believe(holder, slot)
+        for event in batch.events:
+            self._event(slot, event)
+        holder.sequence = batch.sequence
+        return self._check_bound(holder, slot)
 
     def apply_snapshot(self, slot: int, snapshot: KvSnapshot) -> Applied:
         """Replace a worker's pages by a snapshot, then apply what was buffered behind it."""
@@ -108,7 +106,9 @@ class PrefixIndex:
             return Applied.DUPLICATE
         self.counts.resyncs += 1
         holder.waiting = False
-        self._replace(holder, slot, snapshot.hashes)
+        holder.remembered = None
+        self._reported.drop(slot)
+        self._reported.add(slot, snapshot.hashes)
         holder.sequence = snapshot.sequence
         later = sorted(holder.buffer, key=lambda batch: batch.sequence)
         holder.buffer.clear()
@@ -119,25 +119,21 @@ class PrefixIndex:
     # Expected pages
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """A prompt was sent to this worker: for the TTL of expectations its pages count as present there."""
-        pages = tuple(hashes)
-        if not pages or len(pages) > self._max_speculative:
+        """A prompt was sent to this worker: its pages count as present there until it says otherwise, or for a while."""
+        holder = self._holders.get(slot)
+        if not hashes or holder is None or len(hashes) > self._max_young:
             return
-        while self._pending and self._pending_pages + len(pages) > self._max_speculative:
-            self._forget_oldest()
-        for page in pages:
-            key = (slot, page)
-            references = self._references.get(key, 0)
-            self._references[key] = references + 1
-            if not references:
-                self._expected[page] = self._expected.get(page, 0) | 1 << slot
-        self._pending.append((now + self._expected_ttl_s, slot, pages))
-        self._pending_pages += len(pages)
+        if holder.remembered is not None:
+            self._remember(holder, holder.remembered, slot, hashes)
+            return
+        if len(self._young) + len(hashes) > self._max_young:
+            self._turn(now)
+        self._young.add(slot, hashes)
 
     def expire(self, now: float) -> None:
-        """Forget expectations that ran out; all have the same TTL, so they end in order of arrival."""
-        while self._pending and self._pending[0][0] <= now:
-            self._forget_oldest()
+        """Forget the expectations of the generation before the last."""
+        if now - self._turned_at >= self._half_s:
+            self._turn(now)
 
     # Questions
 
@@ -147,12 +143,13 @@ class PrefixIndex:
         if not hashes:
             return matched
         memo: dict[int, int] = {}
+        reported, young, old = self._reported.get, self._young.get, self._old.get
 
         def holders(index: int) -> int:
             known = memo.get(index)
             if known is None:
                 page = hashes[index]
-                known = memo[index] = self._reported.get(page, 0) | self._expected.get(page, 0)
+                known = memo[index] = reported(page) | young(page) | old(page)
             return known
 
         # Sets shrink along the chain: where both ends of a stretch have equal holders, nobody left in between.
@@ -173,9 +170,8 @@ class PrefixIndex:
         return matched
 
     def pages(self, slot: int) -> int:
-        """Return the number of pages a worker reported."""
-        holder = self._holders.get(slot)
-        return len(holder.hashes) if holder is not None else 0
+        """Return the number of pages a worker reported, or that we remember for it."""
+        return self._reported.pages(slot)
 
     def is_waiting(self, slot: int) -> bool:
         """True while a worker's pages are not known exactly."""
@@ -188,9 +184,29 @@ class PrefixIndex:
     @property
     def speculative_pages(self) -> int:
         """Expectations now held: never more than the bound."""
-        return self._pending_pages
+        return len(self._young) + len(self._old)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return self._reported.nbytes + self._young.nbytes + self._old.nbytes
 
     # Book-keeping
+
+    def _believe(self, holder: _Holder, slot: int) -> None:
+        """The worker reports itself: what we remembered for it is void."""
+        if holder.remembered is not None:
+            holder.remembered = None
+            self._reported.drop(slot)
+
+    def _remember(self, holder: _Holder, pages: OrderedDict[int, None], slot: int, hashes: Sequence[int]) -> None:
+        # Backwards, so that a parent is always newer than its children and goes after them.
+        for page in reversed(hashes):
+            pages[page] = None
+            pages.move_to_end(page)
+        self._reported.add(slot, hashes)
+        while len(pages) > holder.max_pages:
+            self._reported.discard(slot, (pages.popitem(last=False)[0],))
 
     def _buffer(self, holder: _Holder, batch: KvEventBatch) -> None:
         holder.waiting = True
@@ -199,65 +215,31 @@ class PrefixIndex:
             holder.buffer.clear()
         holder.buffer.append(batch)
 
-    def _take(self, holder: _Holder, slot: int, batch: KvEventBatch) -> None:
-        for event in batch.events:
-            self._event(holder, slot, event)
-        holder.sequence = batch.sequence
-
-    def _event(self, holder: _Holder, slot: int, event: KvEvent) -> None:
+    def _event(self, slot: int, event: KvEvent) -> None:
         if event.medium != DEVICE:
             return  # lower tiers are not scored yet
         if event.kind == "stored":
-            for page in event.hashes:
-                if page not in holder.hashes:
-                    holder.hashes.add(page)
-                    self._reported[page] = self._reported.get(page, 0) | 1 << slot
+            self._reported.add(slot, event.hashes)
         elif event.kind == "removed":
-            for page in event.hashes:
-                if page in holder.hashes:
-                    holder.hashes.discard(page)
-                    self._clear_bit(self._reported, page, slot)
+            self._reported.discard(slot, event.hashes)
         elif event.kind == "cleared":
-            self._replace(holder, slot, ())
+            for table in (self._reported, self._young, self._old):
+                table.drop(slot)
+            return
+        self._young.discard(slot, event.hashes)
+        self._old.discard(slot, event.hashes)
 
-    def _replace(self, holder: _Holder, slot: int, pages: Sequence[int]) -> None:
-        new = set(pages)
-        for page in holder.hashes - new:
-            self._clear_bit(self._reported, page, slot)
-        for page in new - holder.hashes:
-            self._reported[page] = self._reported.get(page, 0) | 1 << slot
-        holder.hashes = new
+    def _turn(self, now: float) -> None:
+        self._turned_at = now
+        self._young, self._old = PageTable(), self._young
 
-    def _check_bound(self, holder: _Holder) -> Applied:
+    def _check_bound(self, holder: _Holder, slot: int) -> Applied:
         """A worker cannot hold more pages than it has: if it seems to, removals were lost."""
-        if len(holder.hashes) <= holder.max_pages:
+        if self._reported.pages(slot) <= holder.max_pages:
             return Applied.DONE
         self.counts.overflows += 1
         holder.waiting = True
         return Applied.NEED_SNAPSHOT
-
-    def _forget_oldest(self) -> None:
-        _, slot, pages = self._pending.popleft()
-        self._unexpect(slot, pages)
-
-    def _unexpect(self, slot: int, pages: tuple[int, ...]) -> None:
-        self._pending_pages -= len(pages)
-        for page in pages:
-            key = (slot, page)
-            left = self._references[key] - 1
-            if left:
-                self._references[key] = left
-            else:
-                del self._references[key]
-                self._clear_bit(self._expected, page, slot)
-
-    @staticmethod
-    def _clear_bit(table: dict[int, int], page: int, slot: int) -> None:
-        left = table.get(page, 0) & ~(1 << slot)
-        if left:
-            table[page] = left
-        else:
-            table.pop(page, None)
 
 
 def _set(matched: NDArray[np.int64], mask: int, value: int) -> None:

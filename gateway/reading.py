@@ -119,7 +119,8 @@ class Reader:
     def _take_start(self, attempt: Attempt, started: Started, step: Step) -> None:
         cluster = self._cluster
         attempt.dispatch.computed()
-        cluster.router.handed_over(started, attempt.placed, attempt.num_tokens)
+        landing_s = cluster.clock.now() - (attempt.dispatch.computed_at or cluster.clock.now())
+        cluster.router.handed_over(started, attempt.placed, attempt.num_tokens, landing_s)
         cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
         if self._floors is None:
             self._floors = attempt.placed.decode.registration.namespace, started.floors

@@ -1,12 +1,9 @@
-"""Places one attempt: hashes its pages, asks the index who holds them, lets the pure part choose a pair.
+"""Places one attempt: hashes its pages in the namespace of each fingerprint and asks the placer.
 
-The stateful shell around `gateway.routing`; knows no streams and no retries. Event loop's thread only.
+Knows no streams and no retries. Event loop's thread only.
 """
 
-import zlib
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from core.clock import Clock
 from core.hashing import PageHasher, event_hash, image_pages
@@ -14,17 +11,14 @@ from core.ids import PageHash
 from core.stream import PrefillTarget, Started
 from core.worker import Registration
 from gateway.directory import Directory, Member
-from gateway.fleet import Ints
 from gateway.generation import Prompt
+from gateway.placer import HashedPages, Pair, Placer, Query
 from gateway.prefix_index import PrefixIndex
 from gateway.resume import Output
-from gateway.routing.job import NONE, Choice, Continuation, Job, RoutingRules, Shortage
-from gateway.routing.pairs import choose_pair, choose_prefill
+from gateway.routing.job import Choice, RoutingRules, Shortage
 from gateway.routing.picker import Picker
 
 MAX_HASHERS = 64
-LEARNING = 0.2
-"""Weight of the newest hand-over in the learned bytes per token."""
 
 
 @dataclass(slots=True)
@@ -60,10 +54,11 @@ class Placed:
     choice: Choice
     page_hashes: tuple[PageHash, ...]
     uncached_tokens: int
+    reason: str = ""
 
 
 class Router:
-    """Knows the directory, the index and the cluster secret."""
+    """Knows the directory and the cluster secret."""
 
     def __init__(
         self,
@@ -76,87 +71,54 @@ class Router:
         clock: Clock,
     ) -> None:
         self._directory = directory
-        self._index = index
         self._secret = secret
-        self._rules = rules
-        self._picker = picker
-        self._clock = clock
         self._hashers: dict[bytes, PageHasher] = {}
-        self._continuation = Continuation()
-        self._bytes_per_token = rules.kv_bytes_per_token
+        self.placer = Placer(directory=directory, index=index, rules=rules, picker=picker, clock=clock)
 
     def place(self, work: Work) -> Placed | Shortage:
         """Choose a pair, workers to avoid only if there is no other."""
-        matched = self._matched(work)
-        now = self._clock.now()
-        found = self._choose(self._job(work, matched, avoid=True), now)
-        if isinstance(found, Shortage) and (work.avoid_decode or work.avoid_prefill):
-            found = self._choose(self._job(work, matched, avoid=False), now)
-        if isinstance(found, Shortage):
+        found = self.placer.place(self._query(work))
+        if not isinstance(found, Pair):
             return found
-        decode = self._directory.at(found.decode)
-        prefill = None if found.prefill == NONE else self._directory.at(found.prefill)
-        chain = self._chain(work, decode.registration)
-        for member in (prefill, decode):
-            if member is not None:
-                self._index.expect(member.slot, chain.events, now)
-        if not len(work.output):
-            longest = int(matched.max(initial=0))
-            self._continuation.observe(longest >= self._rules.continuing_share * work.num_tokens)
         return Placed(
-            prefill=prefill,
-            decode=decode,
-            choice=found,
-            page_hashes=tuple(chain.hashes),
-            uncached_tokens=max(1, work.num_tokens - found.matched_prefill),
+            prefill=found.prefill,
+            decode=found.decode,
+            choice=found.choice,
+            page_hashes=tuple(self._chain(work, found.decode.registration).hashes),
+            uncached_tokens=max(1, work.num_tokens - found.choice.matched_prefill),
+            reason=found.reason,
         )
 
     def place_prefill(self, work: Work, decode: Member) -> Member | None:
         """Choose another prefill worker for a request that stays where it is; None: there is none."""
-        if not decode.alive:
-            return None
-        job = self._job(work, self._matched(work), avoid=True)
-        slot = choose_prefill(
-            self._directory.fleet, job, self._rules, self._picker, now=self._clock.now(), decode=decode.slot
-        )
-        return None if slot == NONE else self._directory.at(slot)
+        return self.placer.place_prefill(self._query(work), decode)
 
-    def handed_over(self, started: Started, placed: Placed, num_tokens: int) -> None:
-        """Learn from a finished hand-over what a token weighs."""
-        moved = num_tokens - placed.choice.matched_decode
-        if self._rules.kv_bytes_per_token > 0 or started.bytes_pulled <= 0 or moved <= 0:
-            return
-        seen = started.bytes_pulled / moved
-        weight = LEARNING if self._bytes_per_token else 1.0
-        self._bytes_per_token += weight * (seen - self._bytes_per_token)
+    def handed_over(self, started: Started, placed: Placed, num_tokens: int, landing_s: float) -> None:
+        """Learn from a finished hand-over, landed so long after the prompt was computed, what moving costs."""
+        if placed.prefill is not None:
+            self.placer.link.observe(
+                tokens=num_tokens - placed.choice.matched_decode,
+                num_bytes=started.bytes_pulled,
+                seconds=landing_s,
+                far=placed.prefill.registration.domain != placed.decode.registration.domain,
+            )
 
-    def _choose(self, job: Job, now: float) -> Choice | Shortage:
-        return choose_pair(self._directory.fleet, job, self._rules, self._picker, now=now)
-
-    def _job(self, work: Work, matched: Ints, *, avoid: bool) -> Job:
-        session = work.prompt.session
-        return Job(
-            model=self._directory.names.models.find(work.prompt.model),
+    def _query(self, work: Work) -> Query:
+        prompt = work.prompt
+        return Query(
+            request_id=f"{prompt.request_id}-{prompt.sampling.sample_index}",
+            model=prompt.model,
             num_tokens=work.num_tokens,
-            max_output=max(1, work.prompt.stop.max_tokens - len(work.output)),
-            matched=matched,
-            exclude_prefill=_slots(work.avoid_prefill) if avoid else frozenset(),
-            exclude_decode=_slots(work.avoid_decode) if avoid else frozenset(),
-            session=zlib.crc32(session.encode()) | 1 if session else 0,
-            continuing=self._continuation.share,
-            bytes_per_token=self._bytes_per_token,
+            max_output=max(1, prompt.stop.max_tokens - len(work.output)),
+            pages=tuple(
+                HashedPages(group.fingerprint, group.page_tokens, self._chain(work, group).events)
+                for group in self._directory.groups(prompt.model)
+            ),
+            session=prompt.session,
+            is_first=not len(work.output),
+            avoid_prefill=work.avoid_prefill,
+            avoid_decode=work.avoid_decode,
         )
-
-    def _matched(self, work: Work) -> Ints:
-        """[slots] leading tokens that each worker holds, over all fingerprints of the model."""
-        fleet = self._directory.fleet
-        matched = np.zeros(fleet.capacity, dtype=np.int64)
-        self._index.expire(self._clock.now())
-        for group in self._directory.groups(work.prompt.model):
-            events = self._chain(work, group).events
-            own = fleet.fingerprint == self._directory.names.fingerprints.find(group.fingerprint)
-            matched[own] = self._index.match(events, fleet.capacity)[own] * group.page_tokens
-        return matched
 
     def _chain(self, work: Work, registration: Registration) -> Chain:
         chain = work.chains.setdefault(registration.namespace, Chain())
@@ -190,7 +152,3 @@ def target_of(member: Member | None) -> PrefillTarget | None:
         return None
     told = member.registration
     return PrefillTarget(worker_id=told.worker_id, address=told.address, incarnation=told.incarnation)
-
-
-def _slots(members: set[Member]) -> frozenset[int]:
-    return frozenset(member.slot for member in members if member.alive)

@@ -156,6 +156,7 @@ class SampleRun:
             decode=placed.decode,
             tokens=placed.uncached_tokens,
             seconds=placed.choice.prefill_s,
+            context=self._work.num_tokens,
         )
         return Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens)
 

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.fleet import Ints
+from gateway.fleet import Floats, Ints
+from gateway.routing.calibration import LinkCosts
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -21,28 +22,39 @@ NONE = -1
 class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `routing` of the gateway's configuration. Times are seconds; figures reported by workers win."""
 
-    policy: Literal["prefix", "least_loaded", "round_robin", "random"] = "prefix"
+    policy: Literal[
+        "prefix",
+        "least_loaded",
+        "round_robin",
+        "random",
+        "least_requests",
+        "power_of_two",
+        "consistent_hash",
+        "cache_aware",
+        "overlap_cost",
+        "weighted_scores",
+        "affinity_filter",
+        "exploit_explore",
+    ] = "prefix"
+    """`prefix` is ours; the others are there to compare with (`gateway.routing.policies`)."""
     base_s: NotNegative = 0.002
-    """Fixed cost of one prefill."""
+    """Fixed cost of one prefill, until measured."""
     prefill_tokens_per_s: Positive = 2000.0
-    """Assumed until a worker reports its own rate."""
+    """Assumed until a worker reports its own rate, or its kind was measured."""
     quadratic_s: NotNegative = 0.0
-    """Seconds per (uncached token x context token): attention's share of long prompts."""
+    """Seconds per (uncached token x context token), attention's share of long prompts, until measured."""
     step_s: Positive = 0.02
     """Assumed decode step until reported."""
     expected_output_tokens: Annotated[int, Meta(ge=1)] = 128
     """A request is assumed to emit at most this many tokens when its slow-down of a decode worker is predicted."""
-    kv_bytes_per_token: NotNegative = 0.0
-    """0: learned from finished hand-overs; until then moving is free."""
-    link_bytes_per_s: Positive = 1e9
-    cross_domain_factor: Annotated[float, Meta(ge=1)] = 4.0
-    """How much slower the link is between workers of different domains."""
     duplicate_weight: NotNegative = 2.0
     """Extra charge for recomputing what another worker already holds, on continuing chains."""
     recent_weight: NotNegative = 0.03
     """Times k/(1-k), k = share of continuing requests: charge for long-term load, on new chains."""
     continuing_share: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """A prompt continues a chain if some worker holds at least this share of it."""
+    working_set_share: Annotated[float, Meta(ge=0, le=4)] = 0.9
+    """Contexts of live sessions (X-Session-Affinity) may fill this share of the caches; a new session waits. 0: never."""
     tie_share: NotNegative = 0.02
     tie_s: NotNegative = 0.002
     """Pairs within best * (1 + share) + tie_s count as equal; the longest prefix, then rotation decides."""
@@ -69,9 +81,29 @@ class Job:
     exclude_decode: frozenset[int] = frozenset()
     session: int = 0
     """Hash of the session hint; 0: none. Decides only between equals."""
+    head: int = 0
+    """Hash of the first two pages."""
     continuing: float = 0.0
     """k of `RoutingRules.recent_weight`, as measured by this gateway."""
-    bytes_per_token: float = 0.0
+    link: LinkCosts = field(default_factory=LinkCosts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """What a decision was based on: prefill candidates for the chosen decode worker, and decode candidates."""
+
+    prefill: Ints
+    """[P] slots; the last one is the chosen decode worker, computing the prompt itself."""
+    queue_s: Floats
+    compute_s: Floats
+    horizon_s: Floats
+    move_s: Floats
+    matched: Ints
+    """[P] what each would cost and holds."""
+    decode: Ints
+    """[D] slots."""
+    slow_s: Floats
+    held: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +117,12 @@ class Choice:
     """Predicted cost of the pair: for metrics and `why` logs."""
     prefill_s: float
     """Predicted prefill time: what the long-term load is charged."""
+    wait_s: float = 0.0
+    """Predicted seconds to the first token: queue and prefill."""
     matched_prefill: int = 0
     matched_decode: int = 0
+    table: CostTable | None = None
+    """None for policies that predict nothing."""
 
 
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):

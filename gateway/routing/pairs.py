@@ -5,14 +5,17 @@ between the two, and the slow-down at D; the decode worker alone (no P) is one m
 Beyond `shortlist` workers of a kind only the cheapest are paired.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from gateway.fleet import MODE_AUTO, MODE_LOCAL, MODE_REMOTE, Bools, Fleet, Floats, Ints
-from gateway.routing import filters, scorers
-from gateway.routing.job import NONE, Choice, Job, Placement, RoutingRules, Shortage
+from gateway.routing import filters, policies, scorers
+from gateway.routing.job import NONE, Choice, CostTable, Job, Placement, RoutingRules, Shortage
 from gateway.routing.picker import Picker
 
-POLICIES = ("prefix", "least_loaded", "round_robin", "random")
+PREDICTING = ("prefix", "least_loaded")
+POLICIES = (*PREDICTING, *policies.POLICIES)
 
 
 def choose_pair(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, now: float) -> Placement:
@@ -21,9 +24,9 @@ def choose_pair(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, 
     if isinstance(decode, Shortage):
         return decode
     prefill = np.flatnonzero(filters.prefill_workers(fleet, job, now))
-    if rules.policy in ("round_robin", "random"):
-        return _simple(fleet, prefill, decode, rules, picker)
-    return _cheapest(fleet, job, rules, picker, prefill=prefill, decode=decode)
+    if rules.policy in PREDICTING:
+        return _cheapest(fleet, job, rules, picker, prefill=prefill, decode=decode, now=now)
+    return _one_by_one(fleet, job, rules, picker, prefill=prefill, decode=decode, now=now)
 
 
 def choose_prefill(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, now: float, decode: int) -> int:
@@ -32,20 +35,12 @@ def choose_prefill(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, 
     prefill = prefill[filters.pairs(fleet, prefill, np.array([decode]))[:, 0]]
     if not len(prefill):
         return NONE
-    if rules.policy == "random":
-        return picker.any(prefill)
-    if rules.policy == "round_robin":
-        return picker.rotate(prefill)
-    cost, matched, _ = _prefill_cost(fleet, prefill, job, rules)
-    cost = cost + scorers.move_seconds(fleet, prefill, np.array([decode]), job, rules)[:, 0]
-    best = picker.best(
-        cost,
-        np.ones(len(prefill), dtype=np.bool_),
-        matched,
-        np.zeros(len(prefill), dtype=np.int64),
-        share=rules.tie_share,
-        margin=rules.tie_s,
-    )
+    if rules.policy not in PREDICTING:
+        return policies.POLICIES[rules.policy](policies.Ask(fleet, prefill, job, rules, picker, now))
+    side = _prefill_side(fleet, prefill, job, rules, now)
+    cost = side.cost + scorers.move_seconds(fleet, prefill, np.array([decode]), job)[:, 0]
+    everyone, equal = np.ones(len(prefill), dtype=np.bool_), np.zeros(len(prefill), dtype=np.int64)
+    best = picker.best(cost, everyone, side.matched, equal, share=rules.tie_share, margin=rules.tie_s)
     return int(prefill[best])
 
 
@@ -82,71 +77,125 @@ def _may_compute(fleet: Fleet, decode: Ints, rules: RoutingRules, paired: Bools)
 _NO_PAIR = Shortage(role="prefill", message="no prefill worker that matches a ready decode worker is ready")
 
 
-def _simple(fleet: Fleet, prefill: Ints, decode: Ints, rules: RoutingRules, picker: Picker) -> Placement:
-    """Decode and prefill worker by turns or at random, whatever they hold or do."""
+def _one_by_one(
+    fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, prefill: Ints, decode: Ints, now: float
+) -> Placement:
+    """Choose a decode worker first, then a prefill worker that pairs with it, each by the policy alone."""
     ok = filters.pairs(fleet, prefill, decode) & (fleet.mode[decode] != MODE_LOCAL)[None, :]
     paired = ok.any(axis=0)
     usable = np.flatnonzero(paired | _may_compute(fleet, decode, rules, paired))
     if not len(usable):
         return _NO_PAIR
-    take = picker.any if rules.policy == "random" else picker.rotate
-    column = take(usable)
-    rows = prefill[ok[:, column]]
-    # One counter turns both: without the division a rotation over two and two would only ever use two pairs.
+    policy = policies.POLICIES[rules.policy]
+    # Where the decode worker computes the prompt it is what the policy is about; else the least busy one will do.
+    alone = not paired[usable].any() or rules.policy in ("random", "round_robin")
+    for_decode = policy if alone else policies.least_busy
+    ask = policies.Ask(fleet, decode[usable], job, rules, picker, now)
+    slot = for_decode(ask)
+    rows = prefill[ok[:, int(np.flatnonzero(decode == slot)[0])]]
     chosen = NONE
     if len(rows):
-        chosen = picker.any(rows) if rules.policy == "random" else int(rows[picker.counter // len(usable) % len(rows)])
-    return Choice(prefill=chosen, decode=int(decode[column]), seconds=0.0, prefill_s=0.0)
+        # One counter turns both: without the division a rotation over two and two would only ever use two pairs.
+        turn = picker.counter // len(usable) % len(rows)
+        chosen = int(rows[turn]) if rules.policy == "round_robin" else policy(ask._replace(slots=rows))
+    at = np.array([slot if chosen == NONE else chosen])
+    compute = float(scorers.compute_seconds(fleet, at, job, job.matched[at], rules)[0])
+    return Choice(
+        prefill=chosen,
+        decode=slot,
+        seconds=compute,
+        prefill_s=compute,
+        wait_s=compute + float(scorers.queue_seconds(fleet, at, rules, now)[0]),
+        matched_prefill=int(job.matched[at[0]]),
+        matched_decode=int(job.matched[slot]),
+    )
 
 
-def _prefill_cost(fleet: Fleet, slots: Ints, job: Job, rules: RoutingRules) -> tuple[Floats, Ints, Floats]:
-    """[n] cost, matched tokens and compute time of the prompt at these workers."""
-    matched = job.matched[slots] if rules.policy == "prefix" else np.zeros(len(slots), dtype=np.int64)
+class _Side(NamedTuple):
+    """[n] what the prompt costs at each of these workers."""
+
+    queue: Floats
+    compute: Floats
+    horizon: Floats
+    matched: Ints
+
+    @property
+    def cost(self) -> Floats:
+        """[n] all of it."""
+        return self.queue + self.compute + self.horizon
+
+    def take(self, rows: Ints) -> "_Side":
+        """Return it for some of them."""
+        return _Side(self.queue[rows], self.compute[rows], self.horizon[rows], self.matched[rows])
+
+    def join(self, other: "_Side") -> "_Side":
+        """Return it with other workers behind."""
+        return _Side(
+            np.append(self.queue, other.queue),
+            np.append(self.compute, other.compute),
+            np.append(self.horizon, other.horizon),
+            np.append(self.matched, other.matched),
+        )
+
+
+def _prefill_side(fleet: Fleet, slots: Ints, job: Job, rules: RoutingRules, now: float) -> _Side:
+    knows = rules.policy == "prefix"
+    matched = job.matched[slots] if knows else np.zeros(len(slots), dtype=np.int64)
     compute = scorers.compute_seconds(fleet, slots, job, matched, rules)
-    cost = scorers.queue_seconds(fleet, slots, rules) + compute
-    if rules.policy == "prefix":
-        cost = cost + scorers.horizon_seconds(fleet, slots, job, compute, rules)
-    return cost, matched, compute
+    horizon = scorers.horizon_seconds(fleet, slots, job, compute, rules) if knows else np.zeros(len(slots))
+    return _Side(scorers.queue_seconds(fleet, slots, rules, now), compute, horizon, matched)
 
 
-def _cheapest(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, prefill: Ints, decode: Ints) -> Placement:
+def _cheapest(
+    fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, prefill: Ints, decode: Ints, now: float
+) -> Placement:
     held = job.matched[decode] if rules.policy == "prefix" else np.zeros(len(decode), dtype=np.int64)
     slow = scorers.decode_seconds(fleet, decode, job, held, rules)
     if len(decode) > rules.shortlist:
         best = np.argpartition(slow, rules.shortlist)[: rules.shortlist]
         decode, held, slow = decode[best], held[best], slow[best]
-    cost, matched, compute = _prefill_cost(fleet, prefill, job, rules)
+    side = _prefill_side(fleet, prefill, job, rules, now)
     if len(prefill) > rules.shortlist:
-        best = np.argpartition(cost, rules.shortlist)[: rules.shortlist]
-        prefill, cost, matched, compute = prefill[best], cost[best], matched[best], compute[best]
+        best = np.argpartition(side.cost, rules.shortlist)[: rules.shortlist]
+        prefill, side = prefill[best], side.take(best)
     ok = filters.pairs(fleet, prefill, decode) & (fleet.mode[decode] != MODE_LOCAL)[None, :]
     paired = ok.any(axis=0)
-    own_cost, own_matched, own_compute = _prefill_cost(fleet, decode, job, rules)
+    own = _prefill_side(fleet, decode, job, rules, now)
+    move = scorers.move_seconds(fleet, prefill, decode, job)
     # One more row: the decode worker computes the prompt itself.
-    total = np.vstack(
-        [cost[:, None] + scorers.move_seconds(fleet, prefill, decode, job, rules) + slow[None, :], own_cost + slow]
-    )
+    total = np.vstack([side.cost[:, None] + move + slow[None, :], own.cost + slow])
     ok = np.vstack([ok, _may_compute(fleet, decode, rules, paired)])
     if not ok.any():
         return _NO_PAIR
-    gain = np.vstack([matched[:, None] + held[None, :], own_matched + held])
     index = picker.best(
         total.ravel(),
         ok.ravel(),
-        gain.ravel(),
+        np.vstack([side.matched[:, None] + held[None, :], own.matched + held]).ravel(),
         _affinity(fleet, prefill, decode, job).ravel(),
         share=rules.tie_share,
         margin=rules.tie_s,
     )
     row, column = divmod(index, len(decode))
-    local = row == len(prefill)
+    both = side.join(own.take(np.array([column])))
     return Choice(
-        prefill=NONE if local else int(prefill[row]),
+        prefill=NONE if row == len(prefill) else int(prefill[row]),
         decode=int(decode[column]),
         seconds=float(total[row, column]),
-        prefill_s=float(own_compute[column] if local else compute[row]),
-        matched_prefill=int(own_matched[column] if local else matched[row]),
+        prefill_s=float(both.compute[row]),
+        wait_s=float(both.queue[row] + both.compute[row]),
+        matched_prefill=int(both.matched[row]),
         matched_decode=int(held[column]),
+        table=CostTable(
+            prefill=np.append(prefill, decode[column]),
+            queue_s=both.queue,
+            compute_s=both.compute,
+            horizon_s=both.horizon,
+            move_s=np.append(move[:, column], 0.0),
+            matched=both.matched,
+            decode=decode,
+            slow_s=slow,
+            held=held,
+        ),
     )
 
 
@@ -155,12 +204,6 @@ def _affinity(fleet: Fleet, prefill: Ints, decode: Ints, job: Job) -> Ints:
     shape = (len(prefill) + 1, len(decode))
     if not job.session:
         return np.zeros(shape, dtype=np.int64)
-    left = _mix(np.append(fleet.key[prefill], 0), job.session)
-    right = _mix(fleet.key[decode], job.session)
+    left = policies.mix(np.append(fleet.key[prefill], 0), job.session)
+    right = policies.mix(fleet.key[decode], job.session)
     return left[:, None] + right[None, :]
-
-
-def _mix(keys: Ints, session: int) -> Ints:
-    """31-bit mixture of each key with the session's hash (multiply and fold, wrapping on purpose)."""
-    mixed = (keys.astype(np.uint64) ^ np.uint64(session & 0xFFFFFFFF)) * np.uint64(0x9E3779B97F4A7C15)
-    return ((mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(33)).astype(np.int64)

@@ -29,7 +29,7 @@ class Picker:
         """Return the index of the cheapest candidate that is `ok`.
 
         Among those within `best * (1 + share) + margin` the largest `gain` wins, then the largest `affinity`
-        (all zero: no preference), then rotation. At least one must be ok.
+        (all zero: no preference), then chance: gateways that rotate in step would all choose the same. At least one must be ok.
         """
         usable = np.flatnonzero(ok)
         costs = cost[usable]
@@ -37,4 +37,4 @@ class Picker:
         near = usable[costs <= lowest * (1 + share) + margin]
         near = near[gain[near] == gain[near].max()]
         near = near[affinity[near] == affinity[near].max()]
-        return self.rotate(near)
+        return self.any(near)

@@ -9,23 +9,27 @@ from gateway.fleet import Fleet, Floats, Ints
 from gateway.routing.job import Job, RoutingRules
 
 
-def prefill_rate(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
-    """[n] tokens per second: reported, else assumed."""
+def token_seconds(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
+    """[n] seconds per uncached token: measured, else reported, else assumed."""
     reported = fleet.rate[slots]
-    return np.where(reported > 0, reported, rules.prefill_tokens_per_s)
+    assumed = 1.0 / np.where(reported > 0, reported, rules.prefill_tokens_per_s)
+    return np.where(fleet.token_s[slots] > 0, fleet.token_s[slots], assumed)
 
 
-def queue_seconds(fleet: Fleet, slots: Ints, rules: RoutingRules) -> Floats:
-    """[n] seconds until a new prompt would start to be computed."""
-    return fleet.queued_tokens()[slots] / prefill_rate(fleet, slots, rules)
+def queue_seconds(fleet: Fleet, slots: Ints, rules: RoutingRules, now: float) -> Floats:
+    """[n] seconds until a new prompt would start to be computed: behind ours, and behind other gateways'."""
+    return fleet.own_queue_s(now)[slots] + fleet.foreign_tokens[slots] * token_seconds(fleet, slots, rules)
 
 
 def compute_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: RoutingRules) -> Floats:
     """[n] seconds to compute what is not cached, and what is replayed: linear in tokens plus attention's quadratic share."""
     saved = np.maximum(matched - fleet.replay_tokens[slots], 0)
     uncached = np.maximum(job.num_tokens - saved, 1).astype(np.float64)
-    attention = rules.quadratic_s * uncached * (job.num_tokens - uncached / 2)
-    return rules.base_s + uncached / prefill_rate(fleet, slots, rules) + attention
+    measured = fleet.token_s[slots] > 0
+    base = np.where(measured, fleet.base_s[slots], rules.base_s)
+    square = np.where(measured, fleet.square_s[slots], rules.quadratic_s)
+    attention = square * uncached * (job.num_tokens - uncached / 2)
+    return base + uncached * token_seconds(fleet, slots, rules) + attention
 
 
 def horizon_seconds(fleet: Fleet, slots: Ints, job: Job, compute: Floats, rules: RoutingRules) -> Floats:
@@ -54,9 +58,8 @@ def decode_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: Ro
     return slower + row_wait + whole * short
 
 
-def move_seconds(fleet: Fleet, prefill: Ints, decode: Ints, job: Job, rules: RoutingRules) -> Floats:
+def move_seconds(fleet: Fleet, prefill: Ints, decode: Ints, job: Job) -> Floats:
     """[P, D] seconds to move the pages that the decode worker does not hold."""
     missing = np.maximum(job.num_tokens - job.matched[decode], 0)
-    seconds = missing * job.bytes_per_token / rules.link_bytes_per_s
     far = fleet.domain[prefill][:, None] != fleet.domain[decode][None, :]
-    return seconds[None, :] * np.where(far, rules.cross_domain_factor, 1.0)
+    return missing[None, :] * job.link.bytes_per_token * np.where(far, job.link.far_s, job.link.near_s)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from core.ids import Incarnation
 from core.worker import KvEvent, KvEventBatch, KvSnapshot
+from gateway.page_table import BULK, PageTable
 from gateway.prefix_index import Applied, PrefixIndex
 
 WORKERS = 3
@@ -164,17 +165,83 @@ def test_without_losses_every_batch_keeps_the_index_exact(script):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), paths, st.floats(0, 4)), max_size=30))
-def test_expectations_match_a_model_with_deadlines(script):
-    index, now, model = PrefixIndex(expected_ttl_s=5.0), 0.0, []
+def test_an_expectation_lives_for_one_to_two_half_lives(script):
+    index, now, model = PrefixIndex(expected_ttl_s=10.0), 0.0, []
+    for slot in range(WORKERS):
+        index.add(slot, Incarnation("a"), 1000)
+        index.apply_snapshot(slot, KvSnapshot(incarnation=Incarnation("a"), sequence=0, hashes=()))
     for slot, path, elapsed in script:
         now += elapsed
         index.expire(now)
-        model = [entry for entry in model if entry[0] > now]
         chain = chain_of([ROOTS, *path])
         index.expect(slot, chain, now)
-        model.append((now + 5.0, slot, chain))
-        held = [{page for _, owner, pages in model if owner == s for page in pages} for s in range(WORKERS)]
-        assert index.match(chain, WORKERS).tolist() == [leading(pages, chain) for pages in held]
+        model.append((now, slot, chain))
+        surely, possibly = (
+            [
+                {page for then, owner, pages in model if owner == s and now - then < age for page in pages}
+                for s in range(WORKERS)
+            ]
+            for age in (5.0, 10.0 + 4.0)
+        )
+        for worker, held in enumerate(index.match(chain, WORKERS).tolist()):
+            assert leading(surely[worker], chain) <= held <= leading(possibly[worker], chain)
     index.expire(now + 5.0)
+    index.expire(now + 11.0)
     assert index.speculative_pages == 0
-    assert not index._expected and not index._references
+
+
+pages = st.integers(-300, 300)
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "discard", "discard", "drop"]),
+        st.integers(0, 70),
+        st.one_of(st.lists(pages, max_size=8), st.lists(pages, min_size=BULK, max_size=4 * BULK)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(operations)
+def test_the_table_is_a_map_from_pages_to_sets(script):
+    table, model = PageTable(), {}
+    for operation, slot, given_pages in script:
+        if operation == "add":
+            table.add(slot, given_pages)
+            for page in given_pages:
+                model.setdefault(page, set()).add(slot)
+        elif operation == "discard":
+            table.discard(slot, given_pages)
+            for page in given_pages:
+                model.get(page, set()).discard(slot)
+        else:
+            table.drop(slot)
+            for held in model.values():
+                held.discard(slot)
+    assert {page: table.get(page) for page in model} == {
+        page: sum(1 << slot for slot in held) for page, held in model.items()
+    }
+    assert len(table) == sum(1 for held in model.values() if held)
+    for slot in range(71):
+        assert table.pages(slot) == sum(slot in held for held in model.values())
+    # Sets are interned and forgotten with their last page.
+    assert len(table._numbers) == len({frozenset(held) for held in model.values() if held})
+    assert sum(table._members) == len(table)
+
+
+def test_a_page_costs_less_than_64_bytes_and_what_was_evicted_costs_nothing():
+    rng = random.Random(5)
+    index = PrefixIndex()
+    for slot in range(8):
+        index.add(slot, Incarnation("a"), 10_000)
+    live, sequence, largest = [[] for _ in range(8)], [0] * 8, 0
+    for _ in range(400):
+        slot = rng.randrange(8)
+        new = [rng.getrandbits(64) - 2**63 for _ in range(500)]
+        old, live[slot] = live[slot][:-4_500], live[slot][-4_500:] + new
+        events = (KvEvent(kind="stored", hashes=tuple(new)), KvEvent(kind="removed", hashes=tuple(old)))
+        sequence[slot] += 1
+        assert index.apply(slot, KvEventBatch(sequence=sequence[slot], events=events)) is Applied.DONE
+        largest = max(largest, index.nbytes / max(len(index), 2_000))
+    assert len(index) == sum(map(len, live))
+    assert largest < 64

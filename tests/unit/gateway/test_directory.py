@@ -154,15 +154,30 @@ def test_slots_are_reused_clean_and_grow_beyond_the_first_sixteen(directory):
     assert directory.fleet.own_requests[members[3].slot] == 0
 
 
-def test_a_report_contains_what_was_sent_before_it_but_own_open_work_stays(directory):
+def test_of_a_report_only_what_is_not_ours_is_new(directory):
     member = joined(directory, "p1", Role.PREFILL)
     fleet, slot = directory.fleet, member.slot
-    fleet.since_tokens[slot] = fleet.own_tokens[slot] = 500.0
-    assert fleet.queued_tokens()[slot] == 500.0
-    directory.heartbeat(member, load(waiting_tokens=200))
-    assert fleet.queued_tokens()[slot] == 500.0
-    fleet.own_tokens[slot] = 0.0
-    assert fleet.queued_tokens()[slot] == 200.0
+    directory.queue(member, "receipt", 500, 0.5)
+    directory.heartbeat(member, load(waiting_tokens=200, running_requests=1))
+    assert fleet.foreign_tokens[slot] == 0.0
+    directory.heartbeat(member, load(waiting_tokens=700, running_requests=3))
+    assert (fleet.foreign_tokens[slot], fleet.foreign_requests[slot]) == (200.0, 3.0)
+    directory.unqueue(member, "receipt", 500)
+    assert (fleet.own_tokens[slot], fleet.own_s[slot], fleet.own_prompts[slot]) == (0.0, 0.0, 0.0)
+
+
+def test_the_queue_of_our_own_prompts_shrinks_while_the_first_is_computed(directory, clock):
+    member = joined(directory, "p1", Role.PREFILL)
+    directory.queue(member, "a", 100, 1.0)
+    directory.queue(member, "b", 200, 2.0)
+    waits = []
+    for elapsed in (0.0, 0.4, 5.0):
+        clock.advance(elapsed)
+        waits.append(float(directory.fleet.own_queue_s(clock.now())[member.slot]))
+    # However late the first is, the second needs its time.
+    assert waits == pytest.approx([3.0, 2.6, 2.0])
+    directory.unqueue(member, "a", 100)
+    assert directory.fleet.own_queue_s(clock.now())[member.slot] == pytest.approx(2.0)
 
 
 def test_a_suspect_gets_no_new_work_before_its_next_heartbeat(directory, clock):

@@ -13,6 +13,7 @@ def following(slots=1, max_pages=100, **settings):
     index = PrefixIndex(**settings)
     for slot in range(slots):
         index.add(slot, A, max_pages)
+        index.apply_snapshot(slot, KvSnapshot(incarnation=A, sequence=0, hashes=()))
     return index
 
 
@@ -102,33 +103,76 @@ def test_a_worker_that_seems_to_hold_more_pages_than_it_has_is_asked_for_a_snaps
     assert index.apply(0, stored(1, 1, 2, 3)) is Applied.NEED_SNAPSHOT
 
 
-def test_expected_pages_match_until_they_expire():
-    index = following(expected_ttl_s=5.0)
-    index.expect(0, [1, 2], now=10.0)
-    index.expire(14.9)
+def test_expected_pages_match_for_one_to_two_half_lives():
+    index = following(expected_ttl_s=4.0)
+    index.expire(10.0)
+    index.expect(0, [1, 2], now=10.5)
+    index.expire(12.0)
     assert index.match([1, 2], 1).tolist() == [2]
-    index.expire(15.0)
+    index.expire(13.9)
+    assert index.match([1, 2], 1).tolist() == [2]
+    index.expire(14.0)
     assert index.match([1, 2], 1).tolist() == [0]
     assert index.speculative_pages == 0
 
 
-def test_expected_pages_shared_by_two_prompts_stay_until_the_later_one_ends():
-    index = following(expected_ttl_s=5.0)
+def test_a_page_expected_by_two_prompts_stays_for_the_later_one():
+    index = following(expected_ttl_s=4.0)
     index.expect(0, [1, 2], now=0.0)
-    index.expect(0, [1, 3], now=1.0)
-    index.expire(5.5)
+    index.expire(2.0)
+    index.expect(0, [1, 3], now=2.5)
+    index.expire(4.0)
     assert index.match([1, 2], 1).tolist() == [1]
     assert index.match([1, 3], 1).tolist() == [2]
 
 
+def test_what_a_worker_says_of_a_page_ends_the_expectation():
+    index = following()
+    index.expect(0, [1, 2], now=0.0)
+    index.apply(0, stored(1, 1, 2))
+    assert index.speculative_pages == 0
+    index.apply(0, stored(2, 2, kind="removed"))
+    assert index.match([1, 2], 1).tolist() == [1]
+    index.expect(0, [1, 2], now=0.0)
+    index.apply(0, stored(3, kind="cleared"))
+    assert index.match([1, 2], 1).tolist() == [0]
+
+
 def test_expectations_are_bounded_oldest_first():
     index = following(max_speculative_pages=4)
-    index.expect(0, [1, 2], now=0.0)
-    index.expect(0, [3, 4], now=0.0)
-    index.expect(0, [5, 6], now=0.0)
+    for first in (1, 3, 5):
+        index.expect(0, [first, first + 1], now=0.0)
     assert index.speculative_pages == 4
     assert index.match([1], 1).tolist() == [0]
     assert index.match([5, 6], 1).tolist() == [2]
+
+
+def test_a_worker_that_never_reports_is_known_by_what_it_was_sent_up_to_its_pages():
+    index = PrefixIndex()
+    index.add(0, A, 4)
+    index.expect(0, [1, 2, 3], now=0.0)
+    index.expire(1000.0)
+    assert index.match([1, 2, 3], 1).tolist() == [3]
+    index.expect(0, [1, 8, 9], now=1001.0)
+    # Five pages were sent; the deepest of the older prompt is taken to be gone.
+    assert index.match([1, 2, 3], 1).tolist() == [2]
+    assert index.match([1, 8, 9], 1).tolist() == [3]
+    assert index.pages(0) == 4
+
+
+def test_what_was_remembered_is_void_once_the_worker_reports():
+    index = PrefixIndex()
+    index.add(0, A, 4)
+    index.expect(0, [1, 2], now=0.0)
+    index.apply(0, stored(1, 7))
+    assert index.match([1, 2], 1).tolist() == [0]
+    assert index.match([7], 1).tolist() == [1]
+    other = PrefixIndex()
+    other.add(0, A, 4)
+    other.expect(0, [1, 2], now=0.0)
+    other.apply_snapshot(0, KvSnapshot(incarnation=A, sequence=3, hashes=(7,)))
+    assert other.match([1, 2], 1).tolist() == [0]
+    assert len(other) == 1
 
 
 def test_dropping_a_worker_leaves_nothing_of_it():

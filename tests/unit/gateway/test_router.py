@@ -6,7 +6,7 @@ from core.clock import ManualClock
 from core.hashing import PageHasher, event_hash
 from core.ids import Handle
 from core.stream import Started
-from core.worker import KvEvent, KvEventBatch, Role
+from core.worker import KvEvent, KvEventBatch, KvSnapshot, Role
 from gateway.directory import Directory
 from gateway.prefix_index import PrefixIndex
 from gateway.resume import Output
@@ -38,6 +38,7 @@ class Rig:
         member, _ = self.directory.join(registration(name, role, **changes))
         self.directory.heartbeat(member, load())
         self.index.add(member.slot, member.incarnation, 1000)
+        self.index.apply_snapshot(member.slot, KvSnapshot(incarnation=member.incarnation, sequence=0, hashes=()))
         return member
 
     def place(self, work):
@@ -95,9 +96,11 @@ def test_our_own_dispatch_counts_before_the_worker_reports_it(rig):
         rig.add(name)
     first = rig.place(work()).prefill
     assert {rig.place(work()).prefill for _ in range(5)} == {first}
-    rig.clock.advance(5.0)
-    for member in rig.directory:
-        rig.directory.heartbeat(member, load())
+    for _ in range(2):
+        rig.clock.advance(5.0)
+        for member in rig.directory:
+            rig.directory.heartbeat(member, load())
+        rig.index.expire(rig.clock.now())
     assert rig.place(work()).choice.matched_prefill == 0
 
 
@@ -167,8 +170,8 @@ def test_bytes_per_token_are_learned_from_hand_overs(rig):
     asked = work()
     placed = rig.place(asked)
     started = Started(handle=Handle(1), num_cached_tokens=0, bytes_pulled=1000 * asked.num_tokens)
-    rig.router.handed_over(started, placed, asked.num_tokens)
-    assert rig.router._bytes_per_token == pytest.approx(1000)
+    rig.router.handed_over(started, placed, asked.num_tokens, 0.01)
+    assert rig.router.placer.link.bytes_per_token == pytest.approx(1000)
 
 
 def test_a_target_names_address_and_incarnation(rig):

@@ -1,0 +1,90 @@
+"""The last routing decisions with their cost tables, for `/debug/why?request_id=`. Bounded; decides nothing."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gateway.directory import Directory
+from gateway.fleet import Ints
+from gateway.routing.job import NONE, Choice
+
+KEPT = 1024
+SHOWN = 16
+"""Candidates of a kind in an answer, the cheapest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    choice: Choice
+    reason: str
+    num_tokens: int
+    names: Mapping[int, str]
+    """Of the candidates' slots, as of then: slots are reused."""
+
+
+class Decisions:
+    """By request id, the newest last; a request that was placed again shows every placement that is still kept."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._by_request: OrderedDict[str, list[_Decision]] = OrderedDict()
+
+    def note(self, request_id: str, choice: Choice, reason: str, num_tokens: int, directory: Directory) -> None:
+        """Keep one decision."""
+        slots: set[int] = {choice.prefill, choice.decode} - {NONE}
+        if choice.table is not None:
+            slots.update(choice.table.prefill.tolist(), choice.table.decode.tolist())
+        names = {slot: directory.at(slot).worker_id for slot in slots}
+        self._by_request.setdefault(request_id, []).append(_Decision(choice, reason, num_tokens, names))
+        while len(self._by_request) > self._kept:
+            self._by_request.popitem(last=False)
+
+    def why(self, request_id: str) -> list[Mapping[str, Any]]:
+        """Return every kept placement of the request, or of its samples (`<id>-<n>`), in order."""
+        return [
+            _describe(one)
+            for name, decisions in tuple(self._by_request.items())
+            if name == request_id or name.rpartition("-")[0] == request_id
+            for one in tuple(decisions)
+        ]
+
+
+def _describe(one: _Decision) -> Mapping[str, Any]:
+    choice, table, names = one.choice, one.choice.table, one.names
+    about: dict[str, Any] = {
+        "prefill": names.get(choice.prefill),
+        "decode": names[choice.decode],
+        "reason": one.reason,
+        "num_tokens": one.num_tokens,
+        "matched_prefill": choice.matched_prefill,
+        "matched_decode": choice.matched_decode,
+        "predicted_wait_s": round(choice.wait_s, 6),
+        "predicted_cost_s": round(choice.seconds, 6),
+    }
+    if table is None:
+        return about
+    total = table.queue_s + table.compute_s + table.horizon_s + table.move_s
+    figures = {
+        "queue_s": table.queue_s,
+        "compute_s": table.compute_s,
+        "horizon_s": table.horizon_s,
+        "move_s": table.move_s,
+        "total_s": total,
+        "matched": table.matched,
+    }
+    about["prefill_candidates"] = _rows(table.prefill, figures, np.argsort(total), names)
+    slow = {"slow_down_s": table.slow_s, "matched": table.held}
+    about["decode_candidates"] = _rows(table.decode, slow, np.argsort(table.slow_s), names)
+    return about
+
+
+def _rows(
+    slots: Ints, figures: Mapping[str, Any], order: Sequence[int] | Ints, names: Mapping[int, str]
+) -> list[Mapping[str, Any]]:
+    return [
+        {"worker": names[int(slots[row])], **{name: round(float(values[row]), 6) for name, values in figures.items()}}
+        for row in order[:SHOWN]
+    ]

@@ -1,0 +1,104 @@
+"""What prompts and hand-overs cost, learned from what they took. Pure state; the caller measures.
+
+A prompt of n tokens of which u are new is taken to need a + b*u + c*u*(n - u/2) seconds: fixed cost, linear layers,
+attention. The three are fitted per kind of worker by recursive least squares on relative errors, so that short and
+long prompts count alike.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gateway.fleet import Fleet, Floats, Ints
+
+MEMORY = 0.995
+"""Weight of a measurement after each further one."""
+ENOUGH = 8
+"""Measurements of a kind before its fit is used."""
+PRIOR_S = np.array([0.002, 5e-4, 1e-8])
+SPREAD = 9.0
+"""A guess, and its variance in multiples of itself; a handful of prompts outweighs it."""
+FARTHEST = 10.0
+"""A measurement further than this factor from the fit counts as this far: a stall says nothing of the next prompt."""
+LEARNING = 0.1
+NEAR_S, FAR_S = 1e-9, 4e-9
+"""Seconds a byte adds within and between domains until hand-overs were measured."""
+
+
+@dataclass(slots=True)
+class _Fit:
+    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance in units of the relative error."""
+
+    factors: Floats = field(default_factory=lambda: np.ones(3))
+    spread: Floats = field(default_factory=lambda: SPREAD * np.eye(3))
+    count: int = 0
+
+    def observe(self, tokens: float, context: float, measured: float) -> None:
+        features = PRIOR_S * (1.0, tokens, tokens * (context - tokens / 2))
+        if self.count >= ENOUGH:
+            predicted = max(float(features @ self.factors), 1e-6)
+            measured = min(max(measured, predicted / FARTHEST), predicted * FARTHEST)
+        features /= max(measured, 1e-6)
+        gain = self.spread @ features / (MEMORY + features @ self.spread @ features)
+        self.factors = self.factors + gain * (1.0 - features @ self.factors)
+        spread = (self.spread - np.outer(gain, features @ self.spread)) / MEMORY
+        # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
+        self.spread = spread * min(1.0, 3 * SPREAD / max(float(np.trace(spread)), 1e-12))
+        self.count += 1
+
+    @property
+    def seconds(self) -> Floats:
+        """[3] a, b, c in seconds; a negative one is noise: time does not fall with work."""
+        return np.maximum(self.factors, 1e-6) * PRIOR_S
+
+
+class PrefillCosts:
+    """The fits of all kinds; writes what it learned into the fleet's arrays."""
+
+    def __init__(self) -> None:
+        self._fits: dict[int, _Fit] = {}
+
+    def observe(self, fleet: Fleet, slot: int, tokens: int, context: int, seconds: float) -> None:
+        """A worker computed a prompt of `context` tokens, `tokens` of them anew, in `seconds`."""
+        if seconds <= 0:
+            return
+        kind = int(fleet.kind[slot])
+        fit = self._fits.setdefault(kind, _Fit())
+        fit.observe(tokens, context, seconds)
+        if fit.count >= ENOUGH:
+            self._publish(fleet, np.flatnonzero(fleet.used & (fleet.kind == kind)), fit)
+
+    def describe(self, fleet: Fleet, slot: int) -> None:
+        """A new worker costs what its kind does."""
+        fit = self._fits.get(int(fleet.kind[slot]))
+        if fit is not None and fit.count >= ENOUGH:
+            self._publish(fleet, np.array([slot]), fit)
+
+    def _publish(self, fleet: Fleet, slots: Ints, fit: _Fit) -> None:
+        fleet.base_s[slots], fleet.token_s[slots], fleet.square_s[slots] = fit.seconds
+
+
+@dataclass(slots=True)
+class LinkCosts:
+    """What moving KV costs: bytes a token has, and seconds a byte adds, within a domain and between two."""
+
+    bytes_per_token: float = 0.0
+    """0 until the first hand-over: moving is free."""
+    near_s: float = NEAR_S
+    far_s: float = FAR_S
+
+    def observe(self, *, tokens: int, num_bytes: int, seconds: float, far: bool) -> None:
+        """A hand-over moved `tokens` in `num_bytes`, and landed `seconds` after the prompt was computed.
+
+        Most bytes fly while the prompt is computed; what counts is what they add behind it.
+        """
+        if tokens <= 0 or num_bytes <= 0:
+            return
+        weight = LEARNING if self.bytes_per_token else 1.0
+        self.bytes_per_token += weight * (num_bytes / tokens - self.bytes_per_token)
+        if seconds <= 0:
+            return
+        if far:
+            self.far_s += LEARNING * (seconds / num_bytes - self.far_s)
+        else:
+            self.near_s += LEARNING * (seconds / num_bytes - self.near_s)
