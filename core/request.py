@@ -137,6 +137,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Replay floors (A10) belong to the request and travel with it; -1: none set. All 0: compute it exactly."""
     floor_earlier_hits: tuple[int, ...] = ()
     """`Floors.hits` without the last one, which is `floor_hit_tokens`."""
+    traceparent: str = ""
+    """Trace context of the span that sent it (`core.tracing`); empty: no trace."""
     lora: str = ""
     mm_items: tuple[MmItem, ...] = ()
     grammar: Grammar | None = None

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from core.tls import TlsSection
+from core.tracing.api import TracingSection
 
 
 class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +27,7 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     secret_file: str = ""
     """File with the cluster secret, equal for all processes. Empty: an open cluster."""
     tls: TlsSection = TlsSection()
+    tracing: TracingSection = TracingSection()
     domain: str = ""
     """Network domain (slice, rack): routing prefers pairs inside one."""
     run_dir: str = ""

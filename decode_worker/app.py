@@ -18,6 +18,8 @@ from core.rpc.kv_source import KvSourceDialer
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
 from core.tls import check_tls
+from core.tracing.api import Tracer
+from core.tracing.factory import open_tracer
 from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from decode_worker.body import DecodeBody
@@ -85,7 +87,9 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         stack.push_async_callback(destination.close)
         tasks = Tasks(departure.task_crashed)
         stack.push_async_callback(tasks.close)
-        service = _service(config, incarnation, desk, destination, tasks)
+        tracer = open_tracer(config.worker.tracing, service="decode", instance=config.worker.id)
+        stack.callback(tracer.close)
+        service = _service(config, incarnation, desk, destination, tasks, tracer=tracer)
         sink.connect(service.on_step, shell.push_events)
         shell.enter(State.WARMING)
         engine.start()
@@ -100,7 +104,13 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
 
 
 def _service(
-    config: DecodeWorkerConfig, incarnation: Incarnation, desk: EngineDesk, destination: Destination, tasks: Tasks
+    config: DecodeWorkerConfig,
+    incarnation: Incarnation,
+    desk: EngineDesk,
+    destination: Destination,
+    tasks: Tasks,
+    *,
+    tracer: Tracer,
 ) -> DecodeService:
     clock, ledger = SystemClock(), RequestLedger(desk)
     return DecodeService(
@@ -109,6 +119,7 @@ def _service(
         receiver=Receiver(config.prefill, desk, ledger, destination, clock),
         tasks=tasks,
         clock=clock,
+        tracer=tracer,
     )
 
 

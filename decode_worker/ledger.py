@@ -66,6 +66,7 @@ class RequestLedger:
         """End with an error, and give back whatever sequence is still bound."""
         if request.has_ended:
             return
+        request.span.end(error=error.message)
         self._release(request)
         self.end(
             request,
@@ -82,6 +83,7 @@ class RequestLedger:
         """The gateway no longer wants it: no record, pending deltas dropped, engine and source told at once."""
         if request.has_ended:
             return
+        request.span.end(error="given up by its gateway")
         self._release(request)
         self._close(request)
         request.stream.forget(request.handle)
@@ -98,6 +100,7 @@ class RequestLedger:
         """Send FINAL's tokens on at once; if they end the request, it is answered now."""
         position = request.num_output_tokens
         request.first = first
+        request.span.note("first token")
         request.stream.add_record(self._started_record(request, first, 0))
         request.stream.add_tokens(request.handle, position, first.tokens, first.logprobs)
         self._counts["first_tokens_forwarded"] += 1
@@ -116,6 +119,7 @@ class RequestLedger:
     def landed(self, request: Request, pulled: Pulled) -> None:
         """The hand-over was validated: the request runs here now, unless its first token ended it."""
         self._counts["hand_overs"] += 1
+        request.span.note("landed", {"bytes_pulled": pulled.bytes_pulled})
         if request.has_ended:
             return
         request.move(Phase.RUNNING)

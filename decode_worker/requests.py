@@ -19,6 +19,7 @@ from core.errors import InvariantError
 from core.ids import Handle
 from core.request import GenerateRequest, with_floors
 from core.stream import PrefillTarget
+from core.tracing.api import NullSpan, Span
 from decode_worker.streams import GatewayStream
 from engine.events import SeqId
 from kv_transfer.api import FirstTokens
@@ -62,12 +63,15 @@ class Request:
         asked: GenerateRequest,
         target: PrefillTarget | None,
         deadline: float,
+        *,
+        span: Span | None = None,
     ) -> None:
         self.stream = stream
         self.handle = handle
         self.asked = asked
         self.target = target
         self.deadline = deadline
+        self.span = span or NullSpan()
         self.phase = Phase.NEW
         self.seq: SeqId | None = None
         """The engine's sequence that works for this request now, once known."""
@@ -84,6 +88,10 @@ class Request:
         if to not in _NEXT[self.phase]:
             raise InvariantError(f"request {self.asked.request_id} cannot go from {self.phase} to {to}")
         self.phase = to
+        if to is Phase.ENDED:
+            self.span.end({"output_tokens": self.num_output_tokens, "recomputed_tokens": self.recomputed_tokens})
+        else:
+            self.span.note(to)
 
     @property
     def has_ended(self) -> bool:

@@ -8,10 +8,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
+
 from core.aio import Tasks
 from core.clock import Clock
 from core.errors import BadRequest, Draining
 from core.stream import AbortRequest, Ack, FromGateway, Place, StepFrame, StreamHello, Submit
+from core.tracing.api import NullTracer, Tracer
 from decode_worker.ledger import RequestLedger
 from decode_worker.receiver import Receiver
 from decode_worker.requests import Request
@@ -37,12 +40,14 @@ class DecodeService:
         receiver: Receiver,
         tasks: Tasks,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self._streams = streams
         self._ledger = ledger
         self._receiver = receiver
         self._tasks = tasks
         self._clock = clock
+        self._tracer = tracer or NullTracer()
         self._draining = False
         self._changed = asyncio.Event()
 
@@ -151,7 +156,18 @@ class DecodeService:
 
     def _submit(self, stream: GatewayStream, frame: Submit) -> None:
         deadline = self._clock.now() + frame.request.timeout_s
-        request = Request(stream, frame.handle, frame.request, frame.prefill, deadline)
+        asked = frame.request
+        span = self._tracer.start(
+            "decode",
+            parent=asked.traceparent,
+            attributes={
+                "request_id": asked.request_id,
+                "attempt": asked.attempt,
+                "prompt_tokens": len(asked.token_ids),
+            },
+        )
+        asked = msgspec.structs.replace(asked, traceparent=span.traceparent)
+        request = Request(stream, frame.handle, asked, frame.prefill, deadline, span=span)
         if not self._ledger.add(request):
             _LOG.warning(
                 "handle %d of gateway %s was submitted twice; the first one goes on", frame.handle, stream.gateway

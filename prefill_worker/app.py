@@ -16,6 +16,7 @@ from core.rpc.kv_source import add_kv_source
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
 from core.tls import check_tls
+from core.tracing.factory import open_tracer
 from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from engine.factory import LoadedModel, load, open_engine
@@ -62,7 +63,9 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
             loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
         )
         stack.push_async_callback(engine.stop)
-        service = PrefillService(engine, clock, loop)
+        tracer = open_tracer(config.worker.tracing, service="prefill", instance=config.worker.id)
+        stack.callback(tracer.close)
+        service = PrefillService(engine, clock, loop, tracer)
         source = Source(
             config=config.transfer,
             incarnation=incarnation,

@@ -5,7 +5,7 @@ Implements `kv_transfer.api.SourceHost`. Asyncio thread only; knows no transport
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from core.clock import Clock
@@ -13,6 +13,7 @@ from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.kv import PageRef
 from core.request import Floors, GenerateRequest
+from core.tracing.api import NullTracer, Span, Tracer, Value
 from engine.events import ChunkFinal, FailedHere, Prefilled, SeqId, StepEvents
 from engine.port import SourceWork
 
@@ -69,10 +70,14 @@ SourceEvent = ChunkFinal | Prefilled | FailedHere
 class PrefillService:
     """Source sequences of this worker. `connect` it to the transfer layer before the first `start`."""
 
-    def __init__(self, calls: SourceCalls, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, calls: SourceCalls, clock: Clock, loop: asyncio.AbstractEventLoop, tracer: Tracer | None = None
+    ) -> None:
         self._calls = calls
         self._clock = clock
         self._loop = loop
+        self._tracer = tracer or NullTracer()
+        self._spans: dict[SeqId, Span] = {}
         self._hand_overs: HandOvers | None = None
         self._prompts_total = 0
         self._failed_total = 0
@@ -89,13 +94,22 @@ class PrefillService:
         deadline = self._clock.now() + timeout_s
         answer: asyncio.Future[SeqId] = self._loop.create_future()
 
+        span = self._tracer.start(
+            "prefill",
+            parent=request.traceparent,
+            attributes={"request_id": request.request_id, "prompt_tokens": len(request.token_ids)},
+        )
+
         def queued(result: SeqId | TandemError) -> None:
             if isinstance(result, TandemError):
+                span.end(error=result.message)
                 if not answer.done():
                     answer.set_exception(result)
             elif answer.done():
+                span.end(error="stopped")
                 self.stop(result)
             else:
+                self._spans[result] = span
                 answer.set_result(result)
 
         def run(engine: SourceWork) -> None:
@@ -117,6 +131,7 @@ class PrefillService:
 
     def stop(self, seq: int) -> None:
         """Unpin; in any state; idempotent."""
+        self._end_span(seq, error="stopped")
         self._calls.post(lambda engine: engine.release(SeqId(seq)), always=True)
 
     async def epochs_unchanged(self, seq: int) -> bool:
@@ -137,6 +152,7 @@ class PrefillService:
                 self._hand_overs.chunk_final(event.seq, event.start, event.end, event.pages, event.hits)
             case Prefilled():
                 self._prompt_tokens_total += event.num_tokens
+                self._end_span(event.seq, {"cached_tokens": event.num_cached_tokens})
                 self._hand_overs.prefilled(
                     event.seq,
                     num_tokens=event.num_tokens,
@@ -150,7 +166,13 @@ class PrefillService:
                 )
             case FailedHere():
                 self._failed_total += 1
+                self._end_span(event.seq, error=event.error.message)
                 self._hand_overs.failed(event.seq, event.error)
+
+    def _end_span(self, seq: int, attributes: Mapping[str, Value] | None = None, error: str = "") -> None:
+        span = self._spans.pop(SeqId(seq), None)
+        if span is not None:
+            span.end(attributes, error)
 
     def statistics(self) -> dict[str, float]:
         """Return counters by name."""

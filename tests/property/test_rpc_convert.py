@@ -70,6 +70,7 @@ REQUEST = st.builds(
     floor_hit_tokens=S32,
     floor_earlier_hits=tuples(U32),
     lora=TEXT,
+    traceparent=TEXT,
     mm_items=tuples(st.builds(MmItem, digest=BYTES, start=U32, end=U32, height=U32, width=U32, pixels=BYTES), 2),
     grammar=st.none() | st.builds(Grammar, text=TEXT, after=st.integers(-1, 2**31 - 1)),
 )

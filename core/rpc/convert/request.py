@@ -34,6 +34,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         floor_hit_tokens=request.floor_hit_tokens,
         floor_earlier_hits=request.floor_earlier_hits,
         lora=request.lora,
+        traceparent=request.traceparent,
         mm_items=[
             pb.MmItem(
                 digest=item.digest,
@@ -70,6 +71,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         floor_hit_tokens=message.floor_hit_tokens,
         floor_earlier_hits=tuple(message.floor_earlier_hits),
         lora=message.lora,
+        traceparent=message.traceparent,
         mm_items=tuple(
             MmItem(
                 digest=item.digest,

@@ -232,6 +232,7 @@ class GenerateRequest(_message.Message):
     MM_ITEMS_FIELD_NUMBER: _builtins.int
     FLOOR_EARLIER_HITS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -245,6 +246,8 @@ class GenerateRequest(_message.Message):
     decoder_floor: _builtins.int
     floor_hit_tokens: _builtins.int
     lora: _builtins.str
+    traceparent: _builtins.str
+    """W3C trace context of the span that sent it; empty: no trace."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -282,10 +285,11 @@ class GenerateRequest(_message.Message):
         mm_items: _abc.Iterable[Global___MmItem] | None = ...,
         floor_earlier_hits: _abc.Iterable[_builtins.int] | None = ...,
         grammar: Global___Grammar | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "floor_earlier_hits", b"floor_earlier_hits", "floor_hit_tokens", b"floor_hit_tokens", "grammar", b"grammar", "lora", b"lora", "mm_items", b"mm_items", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "page_hashes", b"page_hashes", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "floor_earlier_hits", b"floor_earlier_hits", "floor_hit_tokens", b"floor_hit_tokens", "grammar", b"grammar", "lora", b"lora", "mm_items", b"mm_items", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "page_hashes", b"page_hashes", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
