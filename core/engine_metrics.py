@@ -24,4 +24,23 @@ ENGINE_METRICS = (
     Exported("engine_retractions", "tandem_retractions_total", "Sequences that lost their pages for a while."),
     Exported("engine_drafts_verified", "tandem_drafts_verified_total", "Draft tokens that the model verified."),
     Exported("engine_drafts_accepted", "tandem_drafts_accepted_total", "Draft tokens that became output."),
+    Exported("engine_grammar_requests", "tandem_grammar_requests_total", "Requests with a grammar."),
+    Exported("engine_grammar_compiled", "tandem_grammar_compiled_total", "Grammars compiled."),
+    Exported("engine_grammar_refused", "tandem_grammar_refused_total", "Grammars that could not be compiled."),
+    Exported(
+        "engine_grammar_compile_s", "tandem_grammar_compile_seconds_total", "Seconds spent on compiling grammars."
+    ),
+    Exported("engine_grammar_kept", "tandem_grammar_kept", "Compiled grammars in memory."),
+    Exported("engine_grammar_waiting", "tandem_grammar_waiting", "Grammars that wait to be compiled."),
+    Exported("engine_grammar_masks", "tandem_grammar_masks_total", "Masks made."),
+    Exported(
+        "engine_grammar_mask_wait_s",
+        "tandem_grammar_mask_wait_seconds_total",
+        "Seconds that steps waited for masks beyond the forward pass.",
+    ),
+    Exported(
+        "engine_grammar_failed",
+        "tandem_grammar_failed_total",
+        "Requests that ended because their grammar grew too complex.",
+    ),
 )

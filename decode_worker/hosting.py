@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from core.errors import InvariantError, TandemError
-from core.request import FinishReason, GenerateRequest
+from core.request import FinishReason, GenerateRequest, Grammar
 from engine.events import SeqId
 from engine.port import Booking, DestinationWork, LandingPages, LocalWork
 from kv_transfer.api import FirstTokens, Pulled
@@ -28,6 +28,10 @@ class EngineCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
+    async def ready(self, grammar: Grammar | None) -> None:
+        """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
+        ...
+
     def post(self, fn: Callable[[DecodeEngine], object], *, always: bool = False) -> None:
         """Run `fn` on the scheduler thread, in order of posting, and forget its result.
 
@@ -42,6 +46,10 @@ class EngineDesk:
     def __init__(self, calls: EngineCalls, loop: asyncio.AbstractEventLoop) -> None:
         self._calls = calls
         self._loop = loop
+
+    async def ready(self, grammar: Grammar | None) -> None:
+        """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
+        await self._calls.ready(grammar)
 
     def submit(
         self, request: GenerateRequest, deadline: float, on_result: Callable[[SeqId | TandemError], None]

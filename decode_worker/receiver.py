@@ -108,6 +108,10 @@ class Receiver:
             self._ledger.fail(request, failure)
 
     async def _take(self, request: Request) -> None:
+        await self._desk.ready(request.asked.grammar)
+        if self.computes_here(request):
+            self.compute_here(request)
+            return
         while True:
             booking = await self._book(request)
             target = request.target

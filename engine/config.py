@@ -28,6 +28,21 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """shared_noise: the very tokens of a run without drafts; chain_rule: the same distribution, other tokens."""
 
 
+class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Structured output."""
+
+    threads: Annotated[int, Meta(ge=1)] = 2
+    """Threads that compile grammars, and as many that make masks."""
+    compile_timeout_s: Annotated[float, Meta(gt=0)] = 2.0
+    """A request whose grammar takes longer is refused."""
+    max_waiting: Annotated[int, Meta(ge=1)] = 256
+    """Grammars that may wait to be compiled; more requests are answered with NoCapacity."""
+    cached: Annotated[int, Meta(ge=1)] = 256
+    """Compiled grammars that are kept, the least recently used forgotten first."""
+    cached_chars: Annotated[int, Meta(ge=1)] = 8 << 20
+    """Bound on the text of all kept grammars together."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the scheduler and the runner are told. Token counts are per engine, times are seconds."""
 
@@ -66,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: Annotated[int, Meta(ge=1)] = 1
     """Intra-op threads of the runner."""
     speculation: SpeculationConfig = SpeculationConfig()
+    grammar: GrammarConfig = GrammarConfig()
     images: bool = True
     """Take images, if the model does."""
     image_cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from core.clock import Clock
-from core.errors import InvariantError, NoCapacity, TandemError, WorkerLost
+from core.errors import BadRequest, InvariantError, NoCapacity, TandemError, WorkerLost
+from core.request import Grammar
 from engine.barrier import GroupBarrier, SoloBarrier
 from engine.engine import Engine
 from engine.events import EventSink
+from engine.grammar.compiler import GrammarCompiler
 from engine.loop import PhaseTimes, StepLoop
 from engine.plan import Runner
 
@@ -102,11 +104,13 @@ class EngineThread:
         sink: EventSink,
         clock: Clock,
         barrier: GroupBarrier | None = None,
+        grammars: GrammarCompiler | None = None,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._engine = engine
         self._runner = runner
         self._clock = clock
+        self._grammars = grammars
         self._on_crash = on_crash
         self._inbox = CallInbox()
         self._crash: BaseException | None = None
@@ -124,6 +128,20 @@ class EngineThread:
         """Start the scheduler thread."""
         self._loop.last_pass_at = self._clock.now()
         self._thread.start()
+
+    async def ready(self, grammar: Grammar | None) -> None:
+        """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may.
+
+        Compiled elsewhere meanwhile: nobody else waits for it.
+        """
+        if self._grammars is not None:
+            await self._grammars.ready(grammar)
+        elif grammar is not None:
+            raise BadRequest("this worker makes no structured output", param="response_format")
+
+    def grammar_statistics(self) -> dict[str, int | float]:
+        """Return counters and gauges by name. Any thread."""
+        return self._grammars.statistics() if self._grammars is not None else {}
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """Run `fn` on the scheduler thread and return its result; raises what it raised.
@@ -215,5 +233,7 @@ class EngineThread:
             WorkerLost(f"the engine has stopped: {self._crash}" if self._crash else "the engine has stopped")
         )
         self._runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._crash is not None and self._on_crash is not None:
             self._on_crash(self._crash)

@@ -5,6 +5,7 @@ The same for every worker. In between, a caller learns from the layout how much 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,8 @@ from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, check_i
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import read_definition
 from engine.models.drafter import SpeculativeModel
 from engine.models.model import Model
 from engine.models.registry import load_model
@@ -30,6 +33,8 @@ class LoadedModel:
     """A model and everything that follows from it and the engine's configuration."""
 
     model: Model
+    directory: Path
+    """Where it was loaded from."""
     config: EngineConfig
     layout: KVLayout
     capacity: CapacityPlan
@@ -73,6 +78,7 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
     )
     return LoadedModel(
         model=model,
+        directory=Path(section.path),
         config=config,
         layout=layout,
         capacity=plan_capacity(config, layout, facts.max_positions),
@@ -105,13 +111,21 @@ def open_engine(
     on_crash: Callable[[BaseException], None],
 ) -> EngineThread:
     """Build engine and runner over `buffers`, one per region, which must outlive the returned thread. Not started yet."""
+    facts = loaded.model.facts
+    grammars = GrammarCompiler(
+        partial(read_definition, loaded.directory),
+        loaded.config.grammar,
+        vocab_size=facts.vocab_size,
+        stop_ids=facts.eos_token_ids,
+    )
     engine = Engine(
         config=loaded.config,
-        facts=loaded.model.facts,
+        facts=facts,
         layout=loaded.layout,
         hasher=PageHasher(secret, loaded.namespace, loaded.config.page_tokens),
         clock=clock,
         num_drafts=loaded.num_drafts,
     )
-    runner = ModelRunner(loaded.model, KVMemory(loaded.layout, buffers), loaded.config, loaded.capacity.max_pages)
-    return EngineThread(engine=engine, runner=runner, sink=sink, clock=clock, on_crash=on_crash)
+    kv = KVMemory(loaded.layout, buffers)
+    runner = ModelRunner(loaded.model, kv, loaded.config, loaded.capacity.max_pages, grammars)
+    return EngineThread(engine=engine, runner=runner, sink=sink, clock=clock, grammars=grammars, on_crash=on_crash)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import InvariantError
-from core.request import MmItem, SamplingParams
+from core.request import Grammar, MmItem, SamplingParams
 
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -59,6 +59,8 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """Replay: tokens below this position write nothing paged."""
     images: tuple[MmItem, ...] = ()
     """Images of which at least one position is still to be computed, with their pixels."""
+    grammar: Grammar | None = None
+    """What the outputs must look like, those in `token_ids` included."""
 
 
 class PlanExtra(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +171,8 @@ class StepResult:
     forward_s: float = 0.0
     drafted: I32 | None = None  # [b] drafts that were verified; None without speculation
     confidences: F32 | None = None  # [b, k] of the drafts that the next step can verify; NaN where there are none
+    refused: tuple[tuple[int, str], ...] = ()
+    """(index into the rows, reason) of those whose grammar cannot be followed any further: their tokens mean nothing."""
     computed: int = -1
     """Query tokens really computed; -1: as many as planned."""
 

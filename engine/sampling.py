@@ -1,6 +1,6 @@
 """Token choice (decision A20) on the executor: per-row state, logit processing, and the counter-based Gumbel argmax.
 
-Order, as in vLLM: log-probabilities from the raw logits; then logit bias, min-tokens mask, penalties (repetition over
+Order, as in vLLM: log-probabilities from the raw logits; then logit bias, min-tokens mask, grammar, penalties (repetition over
 prompt and outputs, frequency and presence over outputs), temperature, min-p, top-k, top-p, noise. Every row is worked
 on alone, so its result never depends on the batch. Precision: logits are processed in the type the model gave
 (float32 or float64); scaled logit + noise is summed and compared in float64; ties go to the lowest id. Top-k and top-p
@@ -8,6 +8,7 @@ order tokens by (logit descending, id ascending); top-p keeps the shortest prefi
 Runs on host memory; knows no scheduler, no request and no stop rule except the ids to mask below `min_tokens`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,9 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.floating]
+Allowed = Callable[[int, int], npt.NDArray[np.bool_] | None]
+"""(row, position) -> bool [vocab]: what the row's grammar lets stand there; None: anything. On a device that samples, the
+bits of the same mask go to where the logits are."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are plain argmax: division by them would overflow float32."""
@@ -107,8 +111,11 @@ class PenaltyCounts:
 class Sampler:
     """Chooses tokens for rows that were set up with `set_row`. Owned by the executor thread."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, allowed: Allowed | None = None) -> None:
+        """`allowed` is asked for rows that were set up with a grammar."""
         self.vocab_size = vocab_size
+        self._allowed = allowed
+        self._has_grammar = np.zeros(num_rows, np.bool_)
         self._temperature = np.zeros(num_rows, np.float64)
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float64)
@@ -154,8 +161,9 @@ class Sampler:
             self._counts.reset(row, np.frombuffer(init.token_ids, np.int32), init.num_prompt_tokens)
         else:
             self._counts.drop(row)
-        greedy = params.temperature < GREEDY_BELOW
-        self._plain[row] = greedy and not (penalized or params.logit_bias or masked) and params.num_logprobs < 0
+        self._has_grammar[row] = init.grammar is not None
+        changed = bool(penalized or params.logit_bias or masked or init.grammar is not None)
+        self._plain[row] = params.temperature < GREEDY_BELOW and not changed and params.num_logprobs < 0
 
     def sample(self, logits: torch.Tensor, rows: I32, positions: I64) -> SampleOutput:
         """Choose one token per row.
@@ -212,11 +220,14 @@ class Sampler:
         """Return the row's logits after bias, mask and penalties; `raw` itself if nothing applies."""
         rules = self._rules[row]
         masked = position < self._masked_before[row]
-        if not (masked or len(rules.bias_ids) or self._penalized[row]):
+        allowed = self._allowed(row, position) if self._has_grammar[row] and self._allowed is not None else None
+        if not (masked or len(rules.bias_ids) or self._penalized[row] or allowed is not None):
             return raw
         logits = raw.copy()
         logits[rules.bias_ids] += rules.bias
-        if masked:
+        if allowed is not None:
+            logits[~_without(allowed, rules.masked_ids if masked else None)] = -np.inf
+        elif masked:
             logits[rules.masked_ids] = -np.inf
         if self._penalized[row]:
             repetition = logits.dtype.type(self._repetition[row])
@@ -245,6 +256,15 @@ class Sampler:
             top_tokens[i, : len(order)] = order
             top_logprobs[i, : len(order)] = raw[order] - log_total
         return SampleOutput(tokens, logprobs, top_tokens if width else None, top_logprobs if width else None)
+
+
+def _without(allowed: npt.NDArray[np.bool_], masked_ids: I64 | None) -> npt.NDArray[np.bool_]:
+    """Return what a grammar allows less the masked ids; of a grammar that allows nothing else, what it allows."""
+    if masked_ids is None:
+        return allowed
+    rest = allowed.copy()
+    rest[masked_ids] = False
+    return rest if rest.any() else allowed
 
 
 def _on_host(logits: torch.Tensor) -> Floats:

@@ -38,6 +38,7 @@ class PrefillBody:
         return Statistics(
             values={
                 **{f"engine_{name}": value for name, value in values.items()},
+                **{f"engine_{name}": value for name, value in self._engine.grammar_statistics().items()},
                 **{f"transfer_{name}": value for name, value in self._source.statistics().items()},
                 **{f"worker_{name}": value for name, value in self._service.statistics().items()},
             },

@@ -12,7 +12,7 @@ from core.clock import Clock
 from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.kv import PageRef
-from core.request import Floors, GenerateRequest
+from core.request import Floors, GenerateRequest, Grammar
 from core.tracing.api import NullTracer, Span, Tracer, Value
 from engine.events import ChunkFinal, FailedHere, Prefilled, SeqId, StepEvents
 from engine.port import SourceWork
@@ -26,6 +26,10 @@ class SourceCalls(Protocol):
 
     async def call(self, fn: Callable[[SourceWork], T]) -> T:
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
+        ...
+
+    async def ready(self, grammar: Grammar | None) -> None:
+        """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
         ...
 
     def post(self, fn: Callable[[SourceWork], object], *, always: bool = False) -> None:
@@ -92,6 +96,7 @@ class PrefillService:
     async def start(self, request: GenerateRequest, timeout_s: float) -> int:
         """Queue a prompt; returns its sequence id. If the caller is cancelled meanwhile, the sequence is released."""
         deadline = self._clock.now() + timeout_s
+        await self._calls.ready(request.grammar)
         answer: asyncio.Future[SeqId] = self._loop.create_future()
 
         span = self._tracer.start(

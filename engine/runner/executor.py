@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from engine.config import EngineConfig
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.row_grammars import RowGrammars
 from engine.models.model import KVTensors, Model
 from engine.plan import Plan, StepResult
 from engine.runner.row_images import row_images
@@ -28,6 +30,10 @@ class Executor(Protocol):
         """Run one step and return what was chosen."""
         ...
 
+    def close(self) -> None:
+        """End its threads."""
+        ...
+
 
 class StepExecutor:
     """`Executor` of one token per row and step."""
@@ -38,12 +44,15 @@ class StepExecutor:
         kv: KVTensors,
         config: EngineConfig,
         max_pages: int,
+        *,
+        grammars: GrammarCompiler | None = None,
         wall_time: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
         self._wall_time = wall_time
         self._kv = kv
-        self._sampler = Sampler(config.num_rows, model.facts.vocab_size)
+        self._grammars = RowGrammars(grammars)
+        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.allowed)
         self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
 
     @torch.inference_mode()
@@ -52,6 +61,7 @@ class StepExecutor:
         self._mirror.set_up(plan)
         for init in plan.extra.inits:
             self._sampler.set_row(init)
+            self._grammars.set_row(init)
         num_rows = len(plan.rows)
         tokens = np.full((num_rows, 1), -1, np.int32)
         count = plan.sample.astype(np.int32)
@@ -63,15 +73,18 @@ class StepExecutor:
         ids[plan.q_start[decoding]] = self._mirror.next_token[plan.rows[decoding]]
         last = plan.q_start[chosen + 1].astype(np.int64) - 1
         batch = self._mirror.batch(plan.rows, plan.q_start, plan.seq_start, ids, last)
+        rows = plan.rows[chosen]
+        self._grammars.begin(rows)
         logits = self._model.forward(batch, self._kv)
+        self._grammars.finish()
         if not len(chosen):
             return StepResult(step=plan.step, tokens=tokens, count=count, forward_s=self._wall_time() - started)
-        rows = plan.rows[chosen]
         # A token is chosen for the position after the row's last query token.
         positions = (plan.seq_start + np.diff(plan.q_start))[chosen].astype(np.int64)
         output = self._sampler.sample(logits, rows, positions)
         tokens[chosen, 0] = output.tokens
         self._mirror.next_token[rows] = output.tokens
+        self._grammars.take(rows, tokens[chosen], count[chosen])
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -80,7 +93,11 @@ class StepExecutor:
             top_tokens=_one_each(output.top_tokens, chosen, num_rows, np.int32(-1)),
             top_logprobs=_one_each(output.top_logprobs, chosen, num_rows, np.float32(np.nan)),
             forward_s=self._wall_time() - started,
+            refused=tuple((int(chosen[i]), reason) for i, reason in self._grammars.failures(rows)),
         )
+
+    def close(self) -> None:
+        self._grammars.close()
 
 
 def spread(

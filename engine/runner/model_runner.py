@@ -10,6 +10,7 @@ import torch
 
 from core.errors import InvariantError
 from engine.config import EngineConfig
+from engine.grammar.compiler import GrammarCompiler
 from engine.models.drafter import SpeculativeModel
 from engine.models.model import KVTensors, Model
 from engine.plan import StepHandle, StepResult, decode_plan
@@ -36,11 +37,19 @@ class StepTicket:
 class ModelRunner:
     """`Runner` with an executor thread. After a step has failed, every later one fails with the same error."""
 
-    def __init__(self, model: Model, kv: KVTensors, config: EngineConfig, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: KVTensors,
+        config: EngineConfig,
+        max_pages: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Without `grammars` no request may have one."""
         self._executor: Executor = (
-            SpeculativeExecutor(model, kv, config, max_pages)
+            SpeculativeExecutor(model, kv, config, max_pages, grammars=grammars)
             if config.speculation.mode != "off" and isinstance(model, SpeculativeModel)
-            else StepExecutor(model, kv, config, max_pages)
+            else StepExecutor(model, kv, config, max_pages, grammars=grammars)
         )
         self._threads = config.threads
         self._last_step = 0
@@ -86,3 +95,4 @@ class ModelRunner:
                     failure = error
             ticket.error = failure
             ticket.finished.set()
+        self._executor.close()

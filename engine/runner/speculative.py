@@ -15,6 +15,8 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.row_grammars import RowGrammars
 from engine.models.drafter import DraftRows, SpeculativeModel
 from engine.models.model import KVTensors
 from engine.plan import UNLIMITED, Plan, RowInit, StepResult
@@ -54,12 +56,15 @@ class SpeculativeExecutor:
         kv: KVTensors,
         config: EngineConfig,
         max_pages: int,
+        *,
+        grammars: GrammarCompiler | None = None,
         wall_time: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
         self._kv = kv
         self._wall_time = wall_time
-        self._sampler = Sampler(config.num_rows, model.facts.vocab_size)
+        self._grammars = RowGrammars(grammars)
+        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.allowed)
         self._acceptance: Acceptance = (
             ChainRule(self._sampler) if config.speculation.acceptance == "chain_rule" else SharedNoise(self._sampler)
         )
@@ -85,12 +90,16 @@ class SpeculativeExecutor:
             blank = np.full((num_rows, 1 + self._k), -1, np.int32)
             return StepResult(step=plan.step, tokens=blank, count=np.zeros(num_rows, np.int32), computed=0)
         batch, judged, asking = self._batch(plan, laid)
+        self._grammars.begin(judged.rows)
         logits, captures = self._model.forward_captured(batch, self._kv)
+        self._grammars.finish()
         run = accept_runs(self._acceptance, logits, judged)
         committed = laid.lengths.copy()
         committed[asking] = np.where(laid.decoding[asking], run.count, laid.lengths[asking])
         self._length[laid.rows] = laid.start + committed
         self._keep(judged, run)
+        self._grammars.take(judged.rows, run.tokens, run.count)
+        failures = self._grammars.failures(judged.rows)
         self._drafter.observe(batch, captures, committed)
         confidences = self._propose(judged.rows)
         chosen = laid.at[asking]
@@ -108,12 +117,17 @@ class SpeculativeExecutor:
             forward_s=self._wall_time() - started,
             drafted=drafted,
             confidences=spread(confidences, chosen, num_rows, np.float32(np.nan)),
+            refused=tuple((int(chosen[i]), reason) for i, reason in failures),
             computed=int(laid.lengths.sum()),
         )
+
+    def close(self) -> None:
+        self._grammars.close()
 
     def _set_row(self, init: RowInit) -> None:
         row = init.row
         self._sampler.set_row(init)
+        self._grammars.set_row(init)
         self._num_drafts[row] = 0
         self._kv_limit[row] = init.kv_limit
         if init.next_token >= 0:
@@ -185,9 +199,13 @@ class SpeculativeExecutor:
 
         def choose(index: int, logits: torch.Tensor) -> I64:
             host = np.asarray(logits.detach().cpu().numpy())
-            return self._acceptance.choose(index, host, rows, lengths + 1 + index)
+            drafts = self._acceptance.choose(index, host, rows, lengths + 1 + index)
+            self._grammars.draft(rows, drafts)
+            return drafts
 
+        self._grammars.draft_from(rows)
         proposal = self._drafter.propose(DraftRows(rows, self._mirror.next_token[rows], lengths), choose)
+        self._grammars.proposed(rows, proposal.tokens)
         self._drafts[rows] = proposal.tokens
         self._num_drafts[rows] = self._k
         self._survival[rows] = survivals(proposal.confidences)

@@ -239,4 +239,5 @@ class Planner:
             known_tokens=holdings.chains.rule.known_tokens(floors.decoder_floor) if floors is not None else 0,
             write_from=seq.stage.write_from,
             images=tuple(item for item in request.mm_items if item.end > rows.scheduled[row]),
+            grammar=request.grammar,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import InvariantError
+from core.errors import BadRequest, InvariantError
 from core.handover import TokenLogprobs
 from core.request import FinishReason
 from engine.events import SeqId
@@ -78,6 +78,10 @@ class Results:
         self._holdings.retire(plan.step)
         self._note(plan, result)
         alive = plan.gens == self._holdings.rows.generation[plan.rows]
+        for i, reason in result.refused:
+            if alive[i]:
+                self._departures.fail(self._sequence(int(plan.rows[i])), BadRequest(reason, param="response_format"))
+                alive[i] = False
         self._take(plan, result, alive)
 
     def _note(self, plan: Plan, result: StepResult) -> None:

@@ -293,6 +293,9 @@ class InlineEngine:
     async def call(self, fn):
         return fn(self.engine)
 
+    async def ready(self, grammar):
+        assert grammar is None
+
     def post(self, fn, *, always=False):
         fn(self.engine)
 
@@ -324,6 +327,9 @@ class EngineOnThread:
 
         self._jobs.put(run)
         return await answer
+
+    async def ready(self, grammar):
+        assert grammar is None
 
     def post(self, fn, *, always=False):
         self._jobs.put(fn)

@@ -11,11 +11,14 @@ from core.clock import ManualClock
 from core.kv import ComponentKind
 from engine.barrier import SoloBarrier
 from engine.cache.kv_memory import KVMemory, anonymous_buffers
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GrammarConfig
 from engine.engine import Engine
 from engine.factory import drafts_of
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import read_definition
 from engine.loop import StepLoop
 from engine.models.builtin import prepare_builtin
+from engine.models.byte_tokenizer import write_byte_tokenizer
 from engine.models.registry import load_model
 from engine.runner.model_runner import ModelRunner
 from tests.fakes.engine_rig import Collector, ListInbox, announced_from, hasher_of, request_of
@@ -30,6 +33,16 @@ def model_of(name):
     folder = tempfile.mkdtemp(prefix="tandem-models-")
     name, dtype, mode = (*name.split(":"), "", "")[:3]
     return load_model(prepare_builtin(name, Path(folder)), dtype=dtype or None, mode=mode or None)
+
+
+def grammars_of(model):
+    """A compiler over the byte vocabulary of the generated models."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(Path(folder), model.facts.vocab_size)
+        definition = read_definition(Path(folder))
+    return GrammarCompiler(
+        lambda: definition, GrammarConfig(), vocab_size=model.facts.vocab_size, stop_ids=model.facts.eos_token_ids
+    )
 
 
 class ModelRig:
@@ -51,7 +64,8 @@ class ModelRig:
             clock=ManualClock(1.0),
             num_drafts=drafts_of(self.model, self.config.speculation),
         )
-        self.runner = ModelRunner(self.model, self.memory, self.config, self.engine.capacity.max_pages)
+        self.grammars = grammars_of(self.model)
+        self.runner = ModelRunner(self.model, self.memory, self.config, self.engine.capacity.max_pages, self.grammars)
         self.sink = Collector()
         self.loop = StepLoop(
             engine=self.engine,
@@ -67,6 +81,7 @@ class ModelRig:
 
     def __exit__(self, *_):
         self.runner.close()
+        self.grammars.close()
         self.memory.close()
 
     def turn(self):
