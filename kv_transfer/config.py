@@ -3,7 +3,7 @@
 Knows no worker and no engine. Every time is finite and in seconds; every size is in bytes.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -55,6 +55,14 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A shared-memory copy looks for cancellation this often."""
     frame_bytes: Bytes = 1 << 20
     """Largest payload of one frame of the tcp transport."""
+    native_lane: Literal["auto", "cma", "rdma", "tcp"] = "auto"
+    """How a native library reaches a peer: direct memory access on one host, a network card, or sockets in a sidecar."""
+    landing: Literal["staged", "direct"] = "staged"
+    """Where a native library writes: a private ring that we copy from, or the pages (then only its word frees them)."""
+    landing_ring_bytes: Bytes = 64 << 20
+    """Size of that ring, for each way to peers."""
+    landing_slot_bytes: Bytes = 4 << 20
+    """How much of a read lands before it is copied on."""
     staging_rows: Annotated[int, Meta(ge=1, le=4096)] = 8
     """How many hand-overs may read their row state at once."""
 

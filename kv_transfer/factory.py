@@ -12,7 +12,11 @@ from kv_transfer.api import MemoryRegion, SourceGuard, Transport
 from kv_transfer.settings import TransportSettings
 
 BACKENDS: Mapping[str, str] = {
+    "cuda-ipc": "kv_transfer.backends.cuda_ipc",
     "loopback": "kv_transfer.backends.loopback",
+    "mooncake": "kv_transfer.backends.mooncake",
+    "mori": "kv_transfer.backends.mori",
+    "nixl": "kv_transfer.backends.nixl",
     "shm": "kv_transfer.backends.shm",
     "tcp": "kv_transfer.backends.tcp",
 }

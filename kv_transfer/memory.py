@@ -67,7 +67,7 @@ class RegionMemory:
             )
             buffers.append(whole[offset : offset + size])
         self.regions = tuple(regions)
-        self.buffers = tuple(buffers)
+        self.buffers: tuple[memoryview, ...] = tuple(buffers)
         self._closed = False
 
     def close(self) -> None:

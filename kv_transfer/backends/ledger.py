@@ -42,6 +42,16 @@ class OpLedger:
             self._changed.append(op)
         self._on_event()
 
+    def doubt(self, op: Op, error: Exception) -> None:
+        """It has failed, and may still write: UNPROVEN until `close`. The first call wins."""
+        with self._lock:
+            if op.id not in self._open or op.state is not OpState.POSTED:
+                return
+            op.error = error
+            op.state = OpState.UNPROVEN
+            self._changed.append(op)
+        self._on_event()
+
     def poll(self) -> list[Op]:
         """Return and forget the operations that changed."""
         with self._lock:

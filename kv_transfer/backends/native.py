@@ -5,20 +5,14 @@ no operations and no pages. An engine's module has `open_engine(spec, regions) -
 (`spec.module`), in the process where the engine runs.
 """
 
-import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from core.errors import ConfigError
 from kv_transfer.api import MemoryRegion, Records
-
-BEACON_REGION = -1
-"""Every serving engine also serves one page of known bytes under this id: a probe reads and compares it."""
-BEACON_BYTES = 4096
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,17 +80,3 @@ def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> NativeEngi
     except ImportError as error:
         raise ConfigError(f"the native transport {spec.module} cannot be loaded: {error}") from error
     return module.open_engine(spec, regions)
-
-
-class Beacon:
-    """The page of known bytes of a serving engine, and its memory. Keep it as long as the engine."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self._bytes = np.frombuffer(beacon(spec.name), np.uint8).copy()
-        page = MemoryRegion(id=BEACON_REGION, address=int(self._bytes.ctypes.data), nbytes=BEACON_BYTES, writable=False)
-        self.regions = (page,) if spec.serves else ()
-
-
-def beacon(name: str) -> bytes:
-    """Return the bytes of the beacon page of the serving engine of that name."""
-    return hashlib.shake_128(name.encode()).digest(BEACON_BYTES)

@@ -16,7 +16,7 @@ import numpy as np
 
 from core.errors import TandemError
 from kv_transfer.api import MemoryRegion
-from kv_transfer.backends.native import Beacon, NativeEngine, Outcome, open_engine
+from kv_transfer.backends.native import NativeEngine, Outcome, open_engine
 from kv_transfer.backends.sidecar_wire import (
     Answer,
     Connect,
@@ -96,8 +96,7 @@ def main(socket: int, lifeline: int) -> None:
     assert isinstance(opening, Open)
     try:
         regions, maps = _map(opening)
-        beacon = Beacon(opening.spec)
-        engine = open_engine(opening.spec, [*regions, *beacon.regions])
+        engine = open_engine(opening.spec, regions)
         export = engine.export() if opening.spec.serves else b""
     except TandemError as error:
         send(connection, Answer(0, b"", error.code, error.message))
@@ -108,7 +107,7 @@ def main(socket: int, lifeline: int) -> None:
     except (EOFError, OSError):
         # No orderly end: whatever the engine still does ends with the process, before its memory is unmapped.
         os._exit(0)
-    del maps, beacon
+    del maps
 
 
 def _map(opening: Open) -> tuple[list[MemoryRegion], list[mmap.mmap]]:

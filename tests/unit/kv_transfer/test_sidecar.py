@@ -13,7 +13,7 @@ import pytest
 
 from core.errors import ConfigError, TransferFailed
 from core.ids import fresh_incarnation
-from kv_transfer.backends.native import BEACON_BYTES, BEACON_REGION, EngineSpec, beacon
+from kv_transfer.backends.native import EngineSpec
 from kv_transfer.backends.sidecar import Sidecar
 from kv_transfer.memory import allocate, region_view
 from tests.fakes.kv_ends import copies
@@ -62,21 +62,6 @@ def test_a_read_between_two_sidecars_lands_in_the_mapped_ring(memory, sidecar):
     assert np.array_equal(got[:100], all_of[10:110])
     assert np.array_equal(got[100:4196], all_of[5000:9096])
     assert not got[4196:].any()
-
-
-def test_a_serving_sidecar_shows_a_beacon_by_which_its_peer_is_known(tmp_path, memory):
-    ring = memory()
-    spec = EngineSpec(module=FAKE, name="one", serves=True)
-    source = Sidecar(spec, memory(fill=1).regions, str(tmp_path))
-    target = Sidecar(EngineSpec(module=FAKE, name="two"), ring.regions, str(tmp_path))
-    try:
-        peer = target.connect(source.export(), 5.0)
-        ticket = target.post(peer, copies([0], [0], [BEACON_BYTES], regions=(BEACON_REGION, 0)))
-        assert target.wait(ticket, 10.0).error == ""
-        assert region_view(ring.regions[0])[:BEACON_BYTES].tobytes() == beacon("one") != beacon("two")
-    finally:
-        source.close()
-        target.close()
 
 
 def test_a_native_crash_ends_the_read_with_proof_and_leaves_the_worker_alone(memory, sidecar):
