@@ -10,6 +10,7 @@ from core.errors import TransferFailed
 from core.handover import TokenLogprobs
 from core.ids import PageHash, RequestId
 from core.request import FinishReason, Floors, GenerateRequest, StopRules, with_floors
+from core.tracing.api import current_traceparent
 from gateway.generation import Prompt
 
 
@@ -82,5 +83,6 @@ def build_request(
         num_cached_tokens=num_cached_tokens,
         mm_items=prompt.images,
         grammar=prompt.grammar,
+        traceparent=current_traceparent.get(),
     )
     return with_floors(request, floors)

@@ -18,12 +18,16 @@ from gateway.http.config import ApiConfig
 from gateway.http.dialects import Dialect, Dialects
 from gateway.http.errors import Headers, HttpFault, describe, error_shape
 from gateway.http.exchange import Exchange
+from gateway.http.gatekeeper import Gatekeeper
 from gateway.http.headers import RequestHints, ignored_fields, read_hints
 from gateway.http.intake import Accepted, Intake
 from gateway.http.metrics import HttpMetrics
+from gateway.http.record import RequestRecord, record_of
 from gateway.http.schema import BodyType, decode_body
 from gateway.http.sse import json_bytes
 from gateway.http.texts import TextRoute, TextRoutes
+from gateway.rate_limit import RateLimits
+from gateway.tenants import Tenants
 from gateway.text.chat import ChatFormat
 from gateway.text.tokenizer import Tokenizer
 
@@ -52,8 +56,10 @@ class Api:
         unix_time: Callable[[], float],
         mint_seed: Callable[[], int],
         model: str,
+        gate: Gatekeeper,
     ) -> None:
         self._generator = generator
+        self._gate = gate
         self._config = config
         self._clock = clock
         self._metrics = metrics
@@ -108,7 +114,9 @@ class Api:
                 echoed = _request_id(scope) or client.request_id
                 named = [(b"x-request-id", echoed.encode())] if echoed else []
                 await client.answer(status, [_JSON, *fault.headers, *named], error_shape(path)(fault, echoed))
+            record_of(scope).error = fault.code
         finally:
+            record_of(scope).status = status or client.status or 499
             self._metrics.requests.labels(route, str(status or client.status or 499)).inc()
 
     def _find(self, path: str, method: str) -> Handler:
@@ -172,15 +180,24 @@ class Api:
         async with ClientWatch(client, receive, self._config.slow_client_s):
             accepted = await dialect.accept(decoded.body, hints)
             client.request_id = accepted.request_id
+            record = record_of(scope)
+            _note(record, accepted, hints)
             headers = self._answer_headers(hints, accepted, (*decoded.ignored, *accepted.ignored))
+            headers += self._gate.admit(record.tenant, accepted.num_prompt_tokens)
             exchange = Exchange(accepted, dialect.form(accepted, decoded.body), client, self._clock, headers)
-            await self._generate(exchange, dialect.route, started_at, stream=accepted.stream)
+            try:
+                await self._generate(exchange, dialect.route, started_at, stream=accepted.stream)
+            finally:
+                record.first_token_at = exchange.first_delta_at
+                record.cached_tokens = exchange.usage.cached_tokens
+                record.completion_tokens = exchange.usage.completion_tokens
+                self._gate.spend(record.tenant, exchange.usage.completion_tokens)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[RequestHints, bytes]:
         for name, value in scope["headers"]:
             if name == b"content-type" and b"json" not in value.lower():
                 raise HttpFault(415, "send the body with content-type: application/json", "unsupported_media_type")
-        hints = read_hints(scope["headers"], self._config.request_timeout_s)
+        hints = read_hints(scope["headers"], self._config.request_timeout_s, record_of(scope).tenant)
         limit, timeout_s = self._config.max_body_bytes, self._config.body_timeout_s
         return hints, await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s)
 
@@ -222,6 +239,7 @@ def build_asgi(
     unix_time: Callable[[], float],
     mint_seed: Callable[[], int] | None = None,
     model: str = "",
+    gate: Gatekeeper | None = None,
 ) -> Api:
     """Build the application. `model` names the only model that workers may serve, if that is known beforehand.
 
@@ -239,7 +257,17 @@ def build_asgi(
         unix_time=unix_time,
         mint_seed=mint_seed or (lambda: secrets.randbits(64)),
         model=model,
+        gate=gate or Gatekeeper(Tenants(""), RateLimits(clock)),
     )
+
+
+def _note(record: RequestRecord, accepted: Accepted, hints: RequestHints) -> None:
+    record.request_id = accepted.request_id
+    record.client_request_id = hints.request_id or ""
+    record.model = accepted.model
+    record.stream = accepted.stream
+    record.samples = len(accepted.samples)
+    record.prompt_tokens = accepted.num_prompt_tokens
 
 
 def _told(model: ServedModel) -> dict[str, Any]:

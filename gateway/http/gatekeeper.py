@@ -3,8 +3,10 @@
 A key is looked at here and nowhere else: it goes into no log, no error and no worker.
 """
 
+import math
 from collections.abc import Iterable
 
+from core.errors import NoCapacity
 from gateway.http.errors import Headers, HttpFault
 from gateway.rate_limit import RateLimits
 from gateway.tenants import Tenant, Tenants
@@ -39,9 +41,14 @@ class Gatekeeper:
         raise HttpFault(401, what, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
     def admit(self, name: str, prompt_tokens: int) -> Headers:
-        """Count a request against its tenant's rates; return the headers that say what is left, or raise `NoCapacity`."""
+        """Count a request against its tenant's rates; return the headers that say what is left; raises `HttpFault` 429."""
         tenant = self._tenants.named(name)
-        self._limits.admit(tenant, prompt_tokens)
+        try:
+            self._limits.admit(tenant, prompt_tokens)
+        except NoCapacity as error:
+            retry = (b"retry-after", str(math.ceil(error.retry_after_s or 1)).encode())
+            headers = (retry, *self._headers(tenant))
+            raise HttpFault(429, error.message, "rate_limit_exceeded", headers=headers) from error
         return self._headers(tenant)
 
     def spend(self, name: str, output_tokens: int) -> None:

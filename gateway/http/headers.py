@@ -23,11 +23,13 @@ class RequestHints:
     """The client's own name for the request, echoed; never used inside."""
     session: str = ""
     """Routing hint: requests of one session profit from the same worker."""
+    tenant: str = ""
+    """Whose key came with it."""
     priority: int | None = None
     """As the body's field of that name, which wins: lower runs first."""
 
 
-def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float) -> RequestHints:
+def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float, tenant: str = "") -> RequestHints:
     """Read the hints; an ill-formed id or session is ignored, an ill-formed deadline or priority is a `BadRequest`."""
     found = {name: value.decode("latin-1") for name, value in headers}
     request_id = found.get(b"x-request-id", "")
@@ -35,6 +37,7 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float)
     return RequestHints(
         timeout_s=_timeout(found.get(b"x-deadline-ms"), request_timeout_s),
         request_id=request_id if _REQUEST_ID.fullmatch(request_id) else None,
+        tenant=tenant,
         priority=_priority(found.get(b"x-priority")),
         session=session if _SESSION.fullmatch(session) else "",
     )

@@ -195,6 +195,7 @@ class Intake:
                             stop=rules,
                             timeout_s=hints.timeout_s,
                             priority=body.priority if body.priority is not None else hints.priority or 0,
+                            tenant=hints.tenant,
                             cache_salt=body.cache_salt or "",
                             session=hints.session,
                             images=prompt.chat.images if prompt.chat is not None else (),
