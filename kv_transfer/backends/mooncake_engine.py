@@ -154,7 +154,7 @@ class MooncakeEngine:
         protocol = spec.options.get("protocol", "tcp")
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f"Mooncake would take the unknown protocol {protocol!r} for tcp; use tcp or rdma")
-        if protocol == "rdma" and not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
+        if protocol == "rdma" and not has_adapter():
             raise ConfigError("Mooncake over rdma needs an RDMA adapter, and there is none; use tcp")
         if (rc := library.initialize(spec.host, "P2PHANDSHAKE", protocol, spec.options.get("device", ""))) != 0:
             raise ConfigError(f"Mooncake did not start on {spec.host} (code {rc})")
@@ -239,6 +239,11 @@ def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> MooncakeEn
     if missing:
         raise ConfigError(f"this Mooncake has no {', '.join(missing)}; {HOW_TO_INSTALL}")
     return MooncakeEngine(spec, regions, cast("Library", library))
+
+
+def has_adapter() -> bool:
+    """True if the host has an RDMA adapter: without one the library would take tcp in silence."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def installed_version() -> str:

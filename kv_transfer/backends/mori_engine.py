@@ -45,7 +45,7 @@ class _Export(msgspec.Struct, frozen=True, array_like=True):
 class _Peer:
     """One connected engine: its regions, and a session for each pair of regions that was used."""
 
-    def __init__(self, descriptor: object, regions: dict[int, tuple[int, object]]) -> None:
+    def __init__(self, descriptor: Any, regions: dict[int, tuple[int, Any]]) -> None:
         self.descriptor = descriptor
         self.regions = regions
         self.sessions: dict[tuple[int, int], Session] = {}
@@ -99,8 +99,10 @@ class MoriEngine:
     def disconnect(self, peer: int) -> None:
         with self._lock:
             gone = self._peers.pop(peer, None)
-            if gone is not None and all(gone.descriptor is not other.descriptor for other in self._peers.values()):
-                gone.sessions.clear()
+            if gone is None:
+                return
+            gone.sessions.clear()
+            if all(gone.descriptor.key != other.descriptor.key for other in self._peers.values()):
                 self._engine.deregister_remote_engine(gone.descriptor)
 
     def post(self, peer: int, records: Records) -> int:
@@ -179,10 +181,14 @@ def _queue_was_full(status: Status) -> bool:
     return "sq full" in status.Message().lower()
 
 
-def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> MoriEngine:
-    """Open an engine; raises ConfigError where the library cannot be loaded or finds no adapter."""
+def load_library() -> ModuleType:
+    """Return `mori.io`; raises ConfigError where it cannot be loaded."""
     try:
-        library = importlib.import_module("mori.io")
+        return importlib.import_module("mori.io")
     except (ImportError, OSError) as error:
         raise ConfigError(f"MORI cannot be loaded ({error}); {HOW_TO_INSTALL}") from error
-    return MoriEngine(spec, regions, library)
+
+
+def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> MoriEngine:
+    """Open an engine; raises ConfigError where the library cannot be loaded or finds no adapter."""
+    return MoriEngine(spec, regions, load_library())

@@ -1,5 +1,6 @@
 """The contract of `kv_transfer.api.Transport`, over every backend. A new backend is one line in TRANSPORTS."""
 
+import itertools
 import time
 
 import msgspec
@@ -13,9 +14,20 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.factory import BACKENDS, open_transport
 from kv_transfer.memory import allocate
 from kv_transfer.settings import TransportSettings
-from tests.fakes.kv_ends import copies, failed, open_ends
+from tests.fakes.kv_ends import VARIANTS, copies, failed, open_ends
 
-TRANSPORTS = ["loopback", "shm", "tcp"]
+TRANSPORTS = [
+    "cuda-ipc",
+    "loopback",
+    "mooncake",
+    "mori",
+    "mori-direct",
+    "nixl",
+    "nixl-direct",
+    "nixl-tcp",
+    "shm",
+    "tcp",
+]
 ASKS_THE_SOURCE = ["loopback", "tcp"]
 """Backends whose source takes part in a read and can refuse it; for the others validate-on-release decides."""
 
@@ -33,23 +45,26 @@ def asking_ends(request, tmp_path):
 
 
 def test_the_suite_covers_every_backend():
-    assert set(TRANSPORTS) == set(BACKENDS)
+    assert {VARIANTS.get(name, (name,))[0] for name in TRANSPORTS} == set(BACKENDS)
 
 
-@pytest.mark.parametrize("size", [1, 63, 4096, 65536])
-@pytest.mark.parametrize("count", [1, 17, 4096])
-def test_records_of_every_size_and_number_arrive_at_unaligned_places(ends, size, count):
-    count = min(count, (8 << 20) // size)
-    source, target, peer = ends.connected(num_pages=1, page_bytes=size * count + 7)
-    order = np.random.default_rng(3).permutation(count)
-    records = copies((7 + order * size).tolist(), (np.arange(count) * size).tolist(), [size] * count)
-    op = target.read(peer, records, source.lease([0]))
-    target.wait(op)
-    assert op.state is OpState.DONE, op.error
-    assert op.landed_bytes == op.nbytes == size * count
-    expected = source.bytes[7:].reshape(count, size)[order].reshape(-1)
-    assert np.array_equal(target.bytes[: size * count], expected)
-    assert not target.bytes[size * count :].any()
+def test_records_of_every_size_and_number_arrive_at_unaligned_places(ends, subtests):
+    most = 8 << 20
+    source, target, peer = ends.connected(num_pages=1, page_bytes=most + 7)
+    lease = source.lease([0])
+    for size, count in itertools.product([1, 63, 4096, 65536], [1, 17, 4096]):
+        with subtests.test(size=size, count=count):
+            count = min(count, most // size)
+            order = np.random.default_rng(3).permutation(count)
+            records = copies((7 + order * size).tolist(), (np.arange(count) * size).tolist(), [size] * count)
+            target.bytes[:] = 0
+            op = target.read(peer, records, lease)
+            target.wait(op)
+            assert op.state is OpState.DONE, op.error
+            assert op.landed_bytes == op.nbytes == size * count
+            expected = source.bytes[7 : 7 + size * count].reshape(count, size)[order].reshape(-1)
+            assert np.array_equal(target.bytes[: size * count], expected)
+            assert not target.bytes[size * count :].any()
 
 
 def test_records_of_mixed_sizes_land_in_order_of_the_list(ends):
@@ -72,27 +87,28 @@ def test_a_read_of_no_records_is_done(ends):
     assert op.state is OpState.DONE
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        copies([-1], [0], [10]),
-        copies([0], [-1], [10]),
-        copies([64 * 4096 - 9], [0], [10]),
-        copies([0], [64 * 4096 - 9], [10]),
-        copies([0], [0], [0]),
-        copies([0], [0], [-5]),
-        copies([2**63 - 1], [0], [2**62]),
-        copies([0, 0], [0], [1]),
-        copies([0], [0], [10], regions=(7, 0)),
-        copies([0], [0], [10], regions=(0, 7)),
-    ],
-)
-def test_a_read_outside_the_regions_is_refused_and_nothing_is_posted(ends, records):
+OUTSIDE = [
+    copies([-1], [0], [10]),
+    copies([0], [-1], [10]),
+    copies([64 * 4096 - 9], [0], [10]),
+    copies([0], [64 * 4096 - 9], [10]),
+    copies([0], [0], [0]),
+    copies([0], [0], [-5]),
+    copies([2**63 - 1], [0], [2**62]),
+    copies([0, 0], [0], [1]),
+    copies([0], [0], [10], regions=(7, 0)),
+    copies([0], [0], [10], regions=(0, 7)),
+]
+
+
+def test_a_read_outside_the_regions_is_refused_and_nothing_is_posted(ends, subtests):
     source, target, peer = ends.connected()
-    with pytest.raises(BadRequest):
-        target.read(peer, records, source.lease(range(64)))
-    assert target.transport.poll() == []
-    assert not target.bytes.any()
+    for number, records in enumerate(OUTSIDE):
+        with subtests.test(number=number):
+            with pytest.raises(BadRequest):
+                target.read(peer, records, source.lease(range(64)))
+            assert target.transport.poll() == []
+            assert not target.bytes.any()
 
 
 def test_each_change_of_an_operation_is_polled_once_and_announced(ends):
@@ -226,7 +242,7 @@ def test_a_source_that_closed_cannot_be_connected(ends):
 
 
 @pytest.mark.parametrize("blob", [b"", b"\x00", b"garbage", b"\x81\xa4host\xa3abc", bytes(2000)])
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["cuda-ipc", "shm", "tcp"])
 def test_a_malformed_description_is_refused(name, blob, tmp_path):
     with open_ends(name, str(tmp_path)) as ends, pytest.raises(TransferFailed):
         ends.target().transport.connect(PeerInfo(transport=name, incarnation=fresh_incarnation(), blob=blob), 1.0)

@@ -30,7 +30,7 @@ def changed(memory: np.ndarray) -> int:
     return int((memory[::4096] != FILL).sum())
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["cuda-ipc", "mooncake", "nixl", "nixl-tcp", "shm", "tcp"])
 def remote(request, tmp_path):
     """A reader here, a source over there."""
     config = TransferConfig(segment_directory=str(tmp_path), progress_timeout_s=0.5, step_bytes=1 << 18)
@@ -117,7 +117,7 @@ def test_a_transport_that_lies_would_be_caught(remote):
     target.wait(op)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["cuda-ipc", "mooncake", "nixl", "nixl-tcp", "shm", "tcp"])
 def test_a_source_survives_the_death_of_its_readers(transport, tmp_path):
     with open_ends(transport, str(tmp_path)) as ends:
         source = ends.source(PAGES, PAGE)

@@ -1,25 +1,40 @@
 """Two ends of one transport, as the contract suite drives them: a leased source and a reader with memory to land in."""
 
+import dataclasses
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
+import msgspec
 import numpy as np
+import pytest
 
 from core.clock import Clock, SystemClock
 from core.ids import Incarnation, LeaseId, TransferId, fresh_incarnation
 from core.kv import Component, ComponentKind, KVLayout
-from kv_transfer.api import Op, OpState, Peer, Records, Transport
+from kv_transfer.api import HOST, Op, OpState, Peer, Records, Transport
 from kv_transfer.config import TransferConfig
 from kv_transfer.exchange import Exchange
 from kv_transfer.factory import TransportFactory
 from kv_transfer.lease import LeaseTable
 from kv_transfer.memory import RegionMemory, allocate, region_view
 from kv_transfer.settings import TransportSettings
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_mori import FakeMori
 
 FOREVER = 1e9
+NATIVE = {"mooncake": "mooncake.engine"}
+"""Modules from elsewhere without which a transport cannot run."""
+VARIANTS = {
+    "nixl-tcp": ("nixl", {"native_lane": "tcp"}),
+    "nixl-direct": ("nixl", {"landing": "direct"}),
+    "mori-direct": ("mori", {"landing": "direct"}),
+}
+"""Ways of one transport that the suites treat as transports of their own: (name, settings)."""
 
 
 def flat_layout(num_pages: int, page_bytes: int) -> KVLayout:
@@ -86,10 +101,15 @@ class Ends:
     """Makes ends of one transport; closes what it made."""
 
     def __init__(self, name: str, directory: str, *, config: TransferConfig | None = None, clock: Clock | None = None):
-        self.name = name
+        self.name, settings = VARIANTS.get(name, (name, {}))
         self.directory = directory
         self.exchange = Exchange()
-        self.config = config or TransferConfig(segment_directory=directory, progress_timeout_s=2.0)
+        self.cuda = FakeCuda(directory)
+        if self.name == "mori":
+            sys.modules |= {"mori": ModuleType("mori"), "mori.io": FakeMori()}
+        small_ring = {"landing_ring_bytes": 8 << 20, "landing_slot_bytes": 1 << 20}
+        config = config or TransferConfig(segment_directory=directory, progress_timeout_s=2.0)
+        self.config = msgspec.structs.replace(config, **small_ring, **settings)
         self.clock = clock or SystemClock()
         self._close = []
 
@@ -129,13 +149,23 @@ class Ends:
         leases: LeaseTable | None,
         news: threading.Event | None = None,
     ) -> Transport:
-        settings = TransportSettings(incarnation, self.config, self.exchange)
+        settings = TransportSettings(incarnation, self.config, self.exchange, self.cuda)
         on_event = news.set if news is not None else (lambda: None)
-        return TransportFactory(settings, memory.regions, self.clock).open(self.name, leases, on_event)
+        device = 0 if self.name == "cuda-ipc" else HOST
+        regions = [dataclasses.replace(region, device=device) for region in memory.regions]
+        return TransportFactory(settings, regions, self.clock).open(self.name, leases, on_event)
+
+
+def require(name: str) -> None:
+    """Skip the test, saying why, where the native library of a transport cannot be loaded."""
+    library = NATIVE.get(VARIANTS.get(name, (name,))[0])
+    if library is not None:
+        pytest.importorskip(library, reason=f"{name} needs {library}; see README", exc_type=ImportError)
 
 
 @contextmanager
 def open_ends(name: str, directory: str, **options) -> Iterator[Ends]:
+    require(name)
     ends = Ends(name, directory, **options)
     try:
         yield ends

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from core.ids import LeaseId
 from kv_transfer.api import PeerInfo
@@ -64,10 +65,16 @@ class PeerProcess:
         self.process.wait(10)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        """The process and its sidecar, as a stalled host would."""
+        self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: int) -> None:
+        me = psutil.Process(self.process.pid)
+        for one in (me, *me.children(recursive=True)):
+            one.send_signal(number)
 
     def close(self) -> None:
         if self.process.poll() is None:
