@@ -16,7 +16,7 @@ import numpy as np
 from core.clock import Clock
 from core.errors import TransferFailed
 from core.ids import Incarnation, LeaseId, TransferId, fresh_incarnation
-from kv_transfer.api import I64, MemoryRegion, Peer, Records, SourceGuard
+from kv_transfer.api import HOST, I64, MemoryRegion, Peer, Records, SourceGuard
 from kv_transfer.memory import allocate, region_view
 from kv_transfer.reader import Reader, ReadGroup
 
@@ -63,7 +63,8 @@ class ProbePage:
     """The source's page. Made before its transports, closed after them."""
 
     def __init__(self, incarnation: Incarnation, regions: Sequence[MemoryRegion], directory: str) -> None:
-        shared = directory if any(region.shared_name for region in regions) else ""
+        # Beside pools on a GPU too: what serves those serves shared segments as well.
+        shared = directory if any(region.shared_name or region.device != HOST for region in regions) else ""
         # A segment is named by an incarnation, and the pools have taken ours.
         self._memory = allocate([PROBE_BYTES], incarnation=fresh_incarnation(), directory=shared, what="probe page")
         region = self._memory.regions[0]

@@ -10,8 +10,14 @@ import msgspec
 from msgspec import Meta
 
 from core.errors import ConfigError
+from kv_transfer.factory import check_transports
 
-SERVICE_MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+SERVICE_MODULES = {
+    "gateway": "gateway",
+    "prefill": "prefill_worker",
+    "decode": "decode_worker",
+    "controller": "deploy.controller",
+}
 """Role of a process -> the package that is run with ``python -m``."""
 
 
@@ -27,7 +33,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     transfer: str = "auto"
-    """auto | shm | tcp"""
+    """auto, or a transport of `kv_transfer.factory`"""
     prefill_mode: str = "remote"
     """local | remote | auto: where the decode workers let prompts be computed."""
     drain_s: Annotated[float, Meta(ge=0)] = 60.0
@@ -38,8 +44,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def check_spec(spec: ClusterSpec) -> None:
     """Raise ConfigError with one plain sentence if no cluster can be started from this."""
-    if spec.transfer not in {"auto", "shm", "tcp"}:
-        raise ConfigError(f"unknown transfer {spec.transfer!r}; use auto, shm or tcp")
+    check_transports((spec.transfer,))
     if spec.prefill_mode not in {"local", "remote", "auto"}:
         raise ConfigError(f"unknown prefill mode {spec.prefill_mode!r}; use local, remote or auto")
     if spec.prefill_mode == "remote" and spec.prefill == 0:
