@@ -96,7 +96,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         api = build_asgi(
             core.orchestrator,
             tokenizer,
-            load_format(Path(config.model.path), tokenizer, config.api.images),
+            load_format(Path(config.model.path), tokenizer, config.api.images, config.api.parsing),
             config.api,
             clock=clock,
             metrics=HttpMetrics(metrics.registry),

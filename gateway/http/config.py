@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.text.images import ImageLimits
+from gateway.text.template_chat import AnswerParsing
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,3 +31,4 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_waiting_prompts: Annotated[int, Meta(ge=1)] = 256
     """Long prompts that may wait for such a thread; beyond it the answer is 429."""
     images: ImageLimits = ImageLimits()
+    parsing: AnswerParsing = AnswerParsing()

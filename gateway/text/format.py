@@ -10,7 +10,7 @@ from gateway.text.chat import ChatFormat
 from gateway.text.deepseek_chat import DeepseekChat, Version, Vision
 from gateway.text.images import ImageLimits
 from gateway.text.segments import SegmentEncoder
-from gateway.text.template_chat import TemplateChat
+from gateway.text.template_chat import AnswerParsing, TemplateChat
 from gateway.text.tokenizer import Tokenizer, read_json
 
 FORMAT_KEY = "tandem_format"
@@ -22,12 +22,14 @@ _BY_ARCHITECTURE: Mapping[str, Version] = {
 _BY_TYPE: Mapping[str, Version] = {"deepseek_v4": "deepseek-v4", "deepseek_v41": "deepseek-v4.1"}
 
 
-def load_format(directory: Path, tokenizer: Tokenizer, limits: ImageLimits) -> ChatFormat:
+def load_format(
+    directory: Path, tokenizer: Tokenizer, limits: ImageLimits, parsing: AnswerParsing | None = None
+) -> ChatFormat:
     """Return the format of a model directory; raises `ConfigError`."""
     config = read_json(directory / "config.json")
     name = _name(config)
     if name == "template":
-        return TemplateChat(tokenizer)
+        return TemplateChat(tokenizer, parsing)
     for version in get_args(Version):
         if name == version:
             segments = SegmentEncoder(tokenizer.to_definition())

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -72,6 +73,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
+        self.source = source
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        """Names that the template reads and does not set itself."""
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -80,12 +84,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the text; raises `BadRequest` if the template refuses the messages."""
         clash = RESERVED & variables.keys()
         if clash:
             raise BadRequest(f"`{min(clash)}` cannot be a template argument", param="chat_template_kwargs")
-        values: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        values: dict[str, Any] = {"tools": list(tools) or None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(**values, messages=list(messages), add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -50,7 +50,7 @@ class Tokenizer:
             {index: (token.content, token.special) for index, token in added.items()},
             read_rules(cast("Mapping[str, Any] | None", definition.get("decoder"))),
         )
-        self._template = template
+        self.template = template
         self.eos_token_ids = eos_token_ids
         """Ids that end a text, as the model's files name them."""
 
@@ -64,23 +64,35 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continues: bool = False,
     ) -> tuple[int, ...]:
         """Encode a chat: special tokens come from the template only. Raises `BadRequest` if it refuses the messages.
 
+        With `continues` the text ends where the content of the last message does.
         `role` is taken as it is (the caller checks it against a closed set); every other string is the user's text.
         """
-        if self._template is None:
+        if self.template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
         extra: dict[str, Any] = dict(variables or {})
-        guard = self._shield.choose_guard([list(messages), extra])
-        text = self._template.render(
-            [
-                {key: value if key == "role" else self._shield.cover(value, guard) for key, value in message.items()}
-                for message in messages
-            ],
+        guard = self._shield.choose_guard([list(messages), extra, list(tools)])
+        covered = [
+            {key: value if key == "role" else self._shield.cover(value, guard) for key, value in message.items()}
+            for message in messages
+        ]
+        end = guard * 3
+        if continues:
+            covered[-1]["content"] += end
+        text = self.template.render(
+            covered,
             add_generation_prompt=add_generation_prompt,
             variables={name: self._shield.cover(value, guard) for name, value in extra.items()},
+            tools=[self._shield.cover(tool, guard) for tool in tools],
         )
+        if continues:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise BadRequest("the chat template does not show the message to be continued", param="messages")
         ids: list[int] = []
         for part in self._shield.split(text, guard):
             if isinstance(part, SpecialToken):
