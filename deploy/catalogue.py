@@ -18,6 +18,8 @@ from core.exported import ExportedStatistics
 from core.metrics import Metrics
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.metrics import DECODE_METRICS, stage_times
+from deploy.controller.config import ControllerConfig
+from deploy.controller.metrics import ScalerMetrics
 from deploy.local.spec import ClusterSpec
 from gateway.config import GatewayConfig
 from gateway.http.metrics import HttpMetrics
@@ -30,6 +32,7 @@ PROCESSES = (
     ("prefill worker (`python -m prefill_worker`)", PrefillWorkerConfig),
     ("decode worker (`python -m decode_worker`)", DecodeWorkerConfig),
     ("gateway (`python -m gateway`)", GatewayConfig),
+    ("controller (`python -m deploy.controller`)", ControllerConfig),
     ("local cluster (`tandem up -f FILE`)", ClusterSpec),
 )
 PACKAGES = ("core", "engine", "kv_transfer", "prefill_worker", "decode_worker", "gateway", "deploy", "benchmarks")
@@ -107,6 +110,9 @@ def catalogues() -> Iterator[tuple[str, Metrics]]:
     GatewayMetrics(metrics)
     yield "gateway", metrics
     yield "gateway, HTTP", HttpMetrics(CollectorRegistry()).metrics
+    metrics = Metrics()
+    ScalerMetrics(metrics)
+    yield "controller", metrics
 
 
 def render_metrics() -> str:

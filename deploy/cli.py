@@ -71,9 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--decode", type=int, help="decode workers (default 1)")
     up.add_argument("--host", help="address to bind (default 127.0.0.1)")
     up.add_argument("--port", type=int, help="HTTP port (default 8000; 0 takes a free one)")
-    up.add_argument("--transfer", help="auto | shm | tcp (default auto)")
+    up.add_argument("--transfer", help="auto | shm | tcp | nixl | mooncake | mori (default auto)")
     up.add_argument("--prefill-mode", help="local | remote | auto (default remote)")
     up.add_argument("--drain-s", type=float, help="seconds a leaving worker may finish its work (default 60)")
+    up.add_argument("--autoscale", action="store_true", default=None, help="run a controller that sizes the pools")
     up.add_argument("--set", action="append", default=[], metavar="ROLE:KEY=VALUE", help="e.g. all:engine.num_pages=64")
     up.set_defaults(run=_up)
     add("status", "show the cluster's processes").set_defaults(run=_status)
@@ -100,7 +101,18 @@ def _parser() -> argparse.ArgumentParser:
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
     """Combine the file and the flags; flags win."""
     spec = load(ClusterSpec, options.file, []) if options.file else ClusterSpec()
-    names = ("model", "served_name", "prefill", "decode", "host", "port", "transfer", "prefill_mode", "drain_s")
+    names = (
+        "model",
+        "served_name",
+        "prefill",
+        "decode",
+        "host",
+        "port",
+        "transfer",
+        "prefill_mode",
+        "drain_s",
+        "autoscale",
+    )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     sets = {role: list(values) for role, values in spec.sets.items()}
     for value in options.set:

@@ -13,9 +13,12 @@ from core.worker import Role
 from gateway.admission import Admission
 from gateway.directory import Directory, Member
 from gateway.fleet import Bools
+from gateway.leases import Leases
 from gateway.links import Links
 from gateway.metrics import GatewayMetrics
 from gateway.prefix_index import PrefixIndex
+from gateway.scaling_figures import scaling_figures
+from gateway.worker_gauges import WorkerGauges
 
 KIND = "gateway"
 
@@ -37,6 +40,8 @@ class GatewayAdmin:
         clock: Clock,
         drain: Callable[[float | None], None],
         stall_s: float,
+        leases: Leases,
+        gauges: WorkerGauges,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -49,6 +54,8 @@ class GatewayAdmin:
         self._clock = clock
         self._drain = drain
         self._stall_s = stall_s
+        self._leases = leases
+        self._gauges = gauges
         self._turned_at = clock.now()
         self._facts: Mapping[str, Any] = {}
         self._status: Mapping[str, Any] = {}
@@ -70,6 +77,11 @@ class GatewayAdmin:
         metrics.index_pages.set(len(self._index))
         metrics.index_resyncs.set(self._index.counts.resyncs)
         metrics.links.set(len(self._links))
+        for kind, count in self._leases.counts().items():
+            metrics.leases.labels(kind).set(count)
+        self._gauges.show(
+            ((member, bool(ready[member.slot])) for member in self._directory), self._clock, self._directory.ttl_s
+        )
         metrics.step_frames.set(sum(link.num_frames for link in self._links))
         self._status = {
             "id": self._name,
@@ -79,6 +91,9 @@ class GatewayAdmin:
             **self._facts,
             "in_flight": self._admission.in_flight,
             "queued": self._admission.queued,
+            "leases": self._leases.counts(),
+            "time_s": metrics.time_split(),
+            "tokens": metrics.token_totals(),
             "workers": [self._describe_member(member, bool(ready[member.slot])) for member in self._directory],
         }
 
@@ -161,8 +176,15 @@ class GatewayAdmin:
                 "index_pages": float(len(self._index)),
                 "index_resyncs": float(self._index.counts.resyncs),
                 "index_gaps": float(self._index.counts.gaps),
+                **{f"leases_{kind}": float(count) for kind, count in self._leases.counts().items()},
                 "own_tokens": float(fleet.own_tokens.sum()),
                 "own_requests": float(fleet.own_requests.sum()),
+                **scaling_figures(
+                    admission=self._admission,
+                    metrics=self._metrics,
+                    directory=self._directory,
+                    now=self._clock.now(),
+                ),
             },
             audit_findings=tuple(findings),
         )

@@ -10,6 +10,9 @@ import msgspec
 
 from core.errors import ConfigError
 
+FENCE_CODE = "stale_fence: "
+"""Begins the message of a StaleFence that crosses a process border as text."""
+
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process as its place sees it."""
@@ -37,9 +40,9 @@ class Actuator(Protocol):
         ...
 
     async def ensure(self, role: str, count: int, *, fence: int) -> None:
-        """Start missing workers until `count` of a role exist; returns once they are ordered, not once they are ready.
+        """Start missing workers until `count` of a role exist that are not leaving; returns once they are ordered.
 
-        Never removes: a pool that is larger already stays. Raises ConfigError for an unknown role or a count that
+        Does not wait until they are ready. Never removes: a pool that is larger already stays. Raises ConfigError for an unknown role or a count that
         the place cannot hold, StaleFence if a larger fence was seen before.
         """
         ...

@@ -11,7 +11,7 @@ class PoolMemory(msgspec.Struct, frozen=True, kw_only=True):
     seen: tuple[tuple[float, int], ...] = ()
     since: float = 0.0
     """When the controller began to look; nothing shrinks before one whole down window was seen."""
-    changed_at: float = float("-inf")
+    changed_at: float = 0.0
     changed_to: int = 0
     direction: int = 0
     """Of the change under way: 1, -1, or 0 for none."""

@@ -19,6 +19,7 @@ from deploy.local.slot import Slot, SlotState, first_sentence
 from deploy.local.spec import (
     ClusterSpec,
     choose_leaving,
+    controller_config,
     gateway_config,
     next_worker_id,
     overrides,
@@ -31,6 +32,7 @@ from kv_transfer.memory import sweep_stale_segments
 READY_POLL_S = 0.05
 START_TIMEOUT_S = 180.0
 GATEWAY_ID = "gateway-1"
+CONTROLLER_ID = "controller-1"
 
 Report = Callable[[str], None]
 
@@ -72,8 +74,7 @@ class Launcher:
     async def ensure(self, role: str, count: int, report: Report | None = None) -> None:
         """Bring a pool to `count` workers: start missing ones, let the highest numbers drain and leave."""
         report = report or self._report
-        if role not in self._want:
-            raise ConfigError(f"cannot scale {role!r}; the pools are prefill and decode")
+        self._check_pool(role)
         if count < (1 if role == "decode" else 0):
             raise ConfigError("at least one decode worker must stay; use `tandem down` to stop the cluster")
         if role == "prefill" and count == 0 and self._spec.prefill_mode == "remote":
@@ -84,6 +85,18 @@ class Launcher:
         await asyncio.gather(*(self._wait_ready(slot, report) for slot in started))
         leaving = choose_leaving(role, present, len(present) - count)
         await asyncio.gather(*(self.remove(worker_id, report) for worker_id in leaving))
+
+    async def order(self, role: str, count: int) -> None:
+        """Start what a pool misses to have `count` workers that stay, without waiting for readiness; removes nobody."""
+        self._check_pool(role)
+        present = sum(1 for s in self._slots.values() if s.role == role and not s.asked)
+        self._want[role] = max(present, count)
+        for _ in range(count - present):
+            await self._start_worker(role)
+
+    def _check_pool(self, role: str) -> None:
+        if role not in self._want:
+            raise ConfigError(f"cannot scale {role!r}; the pools are prefill and decode")
 
     async def remove(self, worker_id: str, report: Report | None = None) -> None:
         """Drain one worker and wait until its process is gone (killed only past its budget)."""
@@ -113,13 +126,18 @@ class Launcher:
         await self._wait_ready(gateway, self._report)
         slots = [await self._start_worker(role) for role, count in self._want.items() for _ in range(count)]
         await asyncio.gather(*(self._wait_ready(slot, self._report) for slot in slots))
+        if self._spec.autoscale:
+            controller = self._new_slot(CONTROLLER_ID, "controller")
+            await self._launch(controller)
+            await self._wait_ready(controller, self._report)
 
     async def down(self, budget_s: float) -> None:
         """End everything: workers drain beside the gateway's open streams, then the gateway leaves."""
         self._closing = True
-        workers = [s for s in self._slots.values() if s.role != "gateway"]
+        controller = [s for s in self._slots.values() if s.role == "controller"]
         gateway = [s for s in self._slots.values() if s.role == "gateway"]
-        for group in (gateway, workers):
+        workers = [s for s in self._slots.values() if s.role in self._want]
+        for group in (controller, gateway, workers):
             for slot in group:
                 slot.terminate()
             await asyncio.gather(*(self._wait_gone(slot, budget_s) for slot in group))
@@ -144,8 +162,15 @@ class Launcher:
 
     async def _launch(self, slot: Slot) -> None:
         threads = threads_per_worker(os.cpu_count() or 1, sum(self._want.values()))
+        config = self._config_of(slot, threads)
+        await slot.start(to_toml(config), overrides(self._spec, slot.role), native_environment(threads=threads))
+        watcher = asyncio.create_task(self._watch(slot))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    def _config_of(self, slot: Slot, threads: int) -> dict[str, object]:
         if slot.role == "gateway":
-            config = gateway_config(
+            return gateway_config(
                 self._spec,
                 gateway_id=slot.id,
                 run_dir=self._run_dir,
@@ -153,20 +178,18 @@ class Launcher:
                 http_port=self._port_of(slot, "http_address", self._spec.port),
                 membership_port=self._port_of(slot, "membership_address", 0),
             )
-        else:
-            config = worker_config(
-                self._spec,
-                role=slot.role,
-                worker_id=slot.id,
-                run_dir=self._run_dir,
-                model_dir=self._model_dir,
-                gateways=[str(self._slots[GATEWAY_ID].facts["membership_address"])],
-                threads=threads,
-            )
-        await slot.start(to_toml(config), overrides(self._spec, slot.role), native_environment(threads=threads))
-        watcher = asyncio.create_task(self._watch(slot))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        gateways = [str(self._slots[GATEWAY_ID].facts["membership_address"])]
+        if slot.role == "controller":
+            return controller_config(self._spec, controller_id=slot.id, run_dir=self._run_dir, gateways=gateways)
+        return worker_config(
+            self._spec,
+            role=slot.role,
+            worker_id=slot.id,
+            run_dir=self._run_dir,
+            model_dir=self._model_dir,
+            gateways=gateways,
+            threads=threads,
+        )
 
     def _port_of(self, slot: Slot, fact: str, default: int) -> int:
         """Keep the port of an earlier life: workers and clients know it."""

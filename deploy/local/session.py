@@ -13,6 +13,7 @@ from typing import TextIO, cast
 
 from core.clock import Clock
 from core.errors import ConfigError
+from deploy.actuators.api import FENCE_CODE, FenceGate, StaleFence
 from deploy.local.control import ControlServer, Progress, Reply
 from deploy.local.launcher import Launcher
 from deploy.local.spec import ClusterSpec
@@ -43,6 +44,7 @@ class Session:
         self._report = report
         self._stop = asyncio.Event()
         self._budget_s = spec.drain_s
+        self._gate = FenceGate()
 
     async def run(self) -> int:
         """Start, serve until a signal or `tandem down`, end everything."""
@@ -87,12 +89,27 @@ class Session:
             case "drain":
                 await self.launcher.remove(str(command["worker"]), progress)
                 return self.launcher.describe()
+            case "ensure":
+                self._check_fence(command)
+                await self.launcher.order(str(command["role"]), int(cast("int", command["count"])))
+                return {}
+            case "remove":
+                self._check_fence(command)
+                if str(command["worker"]) in self.launcher.list():
+                    await self.launcher.remove(str(command["worker"]), progress)
+                return {}
             case "down":
                 self._budget_s = float(cast("float", command.get("budget_s", self._spec.drain_s)))
                 self._stop.set()
                 return {"pid": os.getpid()}
             case other:
                 raise ConfigError(f"unknown command {other!r}")
+
+    def _check_fence(self, command: Reply) -> None:
+        try:
+            self._gate.check(int(cast("int", command["fence"])))
+        except StaleFence as error:
+            raise ConfigError(FENCE_CODE + error.message) from error
 
 
 class claim:  # noqa: N801 - reads as a verb in a with statement

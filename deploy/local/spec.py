@@ -38,8 +38,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """local | remote | auto: where the decode workers let prompts be computed."""
     drain_s: Annotated[float, Meta(ge=0)] = 60.0
     log_level: str = "INFO"
+    autoscale: bool = False
+    """Run a controller that sizes the pools; its rules are `--set controller:autoscale.KEY=VALUE`."""
     sets: dict[str, tuple[str, ...]] = {}
-    """Role (`gateway`, `prefill`, `decode`, `all`) -> overrides such as ``engine.num_pages=64``."""
+    """Role (`gateway`, `prefill`, `decode`, `controller`, `all`: both workers) -> overrides such as ``engine.num_pages=64``."""
 
 
 def check_spec(spec: ClusterSpec) -> None:
@@ -53,7 +55,7 @@ def check_spec(spec: ClusterSpec) -> None:
         )
     unknown = set(spec.sets) - {*SERVICE_MODULES, "all"}
     if unknown:
-        raise ConfigError(f"--set knows the roles gateway, prefill, decode and all, not {min(unknown)!r}")
+        raise ConfigError(f"--set knows the roles gateway, prefill, decode, controller and all, not {min(unknown)!r}")
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
@@ -104,9 +106,31 @@ def gateway_config(
     }
 
 
+def controller_config(
+    spec: ClusterSpec, *, controller_id: str, run_dir: Path, gateways: list[str]
+) -> dict[str, object]:
+    """Return the configuration of the controller as nested plain data (TOML)."""
+    return {
+        "controller": {
+            "id": controller_id,
+            "place": "local",
+            "target": str(run_dir),
+            "gateways": gateways,
+            "secret_file": str(run_dir / "secret"),
+            "run_dir": str(run_dir),
+            "http_host": spec.host,
+            "log_level": spec.log_level,
+        },
+        "autoscale": {
+            # A pool that the description leaves empty may stay empty.
+            "prefill_minimum": min(1, spec.prefill),
+        },
+    }
+
+
 def overrides(spec: ClusterSpec, role: str) -> list[str]:
     """Return the `--set` values for a role: those for all first, then its own."""
-    shared = () if role == "gateway" else spec.sets.get("all", ())
+    shared = spec.sets.get("all", ()) if role in {"prefill", "decode"} else ()
     return [*shared, *spec.sets.get(role, ())]
 
 

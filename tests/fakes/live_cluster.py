@@ -106,8 +106,8 @@ def running_cluster(tmp_path: Path, *flags: str, model: str = "scripted"):
 
 
 def leftovers(cluster: Cluster) -> list[str]:
-    """Names of sockets, locks and ready files that an ended cluster left behind."""
-    return [p.name for p in cluster.run_dir.iterdir() if p.suffix not in {".log", ""}]
+    """Names of sockets, locks and ready files that an ended cluster left behind; logs and journals stay."""
+    return [p.name for p in cluster.run_dir.iterdir() if p.suffix not in {".log", ".jsonl", ""}]
 
 
 def complete(base_url: str, body: dict, timeout_s: float = 60) -> dict:

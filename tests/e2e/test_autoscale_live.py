@@ -1,0 +1,58 @@
+"""A live cluster with a controller and a load step: the pool grows, shrinks again by draining, and no request fails."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from deploy.controller.journal import replay
+from tests.fakes.chaos import faults, storm, work
+from tests.fakes.live_cluster import running_cluster, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+RULES = {
+    # The scripted model computes in no time; told that one worker does 60 tokens a second, a small load is a step.
+    "autoscale.decode_tokens_per_s": 60,
+    "autoscale.decode_maximum": 3,
+    "autoscale.up_window_s": 1.0,
+    "autoscale.decode_down_window_s": 3.0,
+    "autoscale.prefill_down_window_s": 3.0,
+    "controller.interval_s": 0.5,
+}
+
+
+def test_a_load_step_grows_the_decode_pool_and_its_end_drains_it_again(tmp_path):
+    settings = [word for key, value in RULES.items() for word in ("--set", f"controller:{key}={value}")]
+    with running_cluster(tmp_path, "--autoscale", *settings) as cluster:
+        done = threading.Event()
+        outcomes = []
+
+        def load():
+            seed = 0
+            while not done.is_set():
+                items = work(32, seed)
+                outcomes.extend(
+                    asyncio.run(storm(cluster.base_url, "scripted", items, concurrency=8, cancel_share=0, seed=seed))
+                )
+                seed += 1
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            wait_for(lambda: len(cluster.processes("decode")) >= 2, 60, f"no growth; {cluster.logs()}")
+        finally:
+            done.set()
+            thread.join()
+        wait_for(
+            lambda: [p["id"] for p in cluster.processes("decode")] and len(cluster.processes("decode")) == 1,
+            120,
+            f"no shrinking; {cluster.logs()}",
+        )
+        assert [f for o in outcomes for f in faults(o)] == []
+        journal = cluster.run_dir / "controller-1.decisions.jsonl"
+        pairs = replay(journal)
+        assert all(written == again for written, again in pairs)
+        reasons = {json.loads(line)["decision"]["decode"]["reason"] for line in journal.read_text().splitlines()}
+        assert {"grow", "shrink"} <= reasons
