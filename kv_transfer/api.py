@@ -186,6 +186,15 @@ class SupportsCancel(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsStatistics(Protocol):
+    """Transports that count what only they know."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counters by name, from any thread."""
+        ...
+
+
 class ControlLink(Protocol):
     """D's end of the control stream to one P."""
 

@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from core.aio import OnCrash
 from core.clock import Clock
-from core.errors import Aborted, ChecksumMismatch, DeadlineExceeded, LeaseLost, NoCapacity, TandemError
+from core.errors import (
+    Aborted,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    LeaseLost,
+    NoCapacity,
+    TandemError,
+    TransferFailed,
+)
 from core.handover import Hello, Prepare
 from core.ids import Incarnation, transfer_id
 from core.kv import KVLayout
@@ -190,6 +198,8 @@ class Destination:
             self._counters.add("leases_lost")
         if is_peer_failure(error, session):
             breaker.failed()
+            if session is not None and isinstance(error, TransferFailed):
+                self._book.doubt(session)
         elif is_answer(error):
             breaker.succeeded()
         else:

@@ -21,6 +21,9 @@ BACKENDS: Mapping[str, str] = {
     "tcp": "kv_transfer.backends.tcp",
 }
 
+SHARED_MEMORY = frozenset({"mooncake", "nixl", "shm"})
+"""Those whose sources let another process map their pools: a reader, or their own sidecar."""
+
 
 def check_transports(names: Sequence[str]) -> None:
     """Raise ConfigError for a name that no backend has: asked at start, long before the first transport is opened."""

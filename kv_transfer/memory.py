@@ -70,13 +70,18 @@ class RegionMemory:
         self.buffers: tuple[memoryview, ...] = tuple(buffers)
         self._closed = False
 
+    def forget_name(self) -> None:
+        """Whoever should map the segment has done so: without a name it goes with the last process that maps it."""
+        if self._mapping.path is not None:
+            self._mapping.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Remove the segment's name and unmap; memory that tensors still use goes with the process. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        self.forget_name()
         if self._mapping.path is not None:
-            self._mapping.path.unlink(missing_ok=True)
             os.close(self._mapping.fd)
         try:
             for buffer in self.buffers:

@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from core.errors import ConfigError
+from core.errors import ConfigError, TransferFailed
 from kv_transfer.api import MemoryRegion, SourceGuard, Transport, TransportOpener
 from kv_transfer.handshake import expand
 from kv_transfer.probe import ProbeGuard, seal
+from kv_transfer.statistics import transport_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class Serving:
         self._probe = probe
         guard = ProbeGuard(leases, probe.id)
         self._transports: dict[str, Transport] = {}
-        self._exports: list[tuple[str, bytes]] = []
+        self._served: list[str] = []
         for name in expand(configured):
             try:
                 self._open(name, opener, guard)
@@ -30,13 +31,23 @@ class Serving:
                     self.destroy()
                     raise
                 logger.info("KV transport %s is not served: %s", name, error)
-        if not self._exports:
+        if not self._served:
             raise ConfigError(f"none of the KV transports {', '.join(configured)} can be served here")
-        logger.info("serving KV over %s", ", ".join(name for name, _ in self._exports))
+        logger.info("serving KV over %s", ", ".join(self._served))
 
     def exports(self) -> tuple[tuple[str, bytes], ...]:
-        """(transport, blob) in order of preference."""
-        return tuple(self._exports)
+        """(transport, sealed blob) in order of preference, without those whose engine is just being opened again."""
+        exports: list[tuple[str, bytes]] = []
+        for name in self._served:
+            try:
+                exports.append((name, seal(self._transports[name].export().blob, self._probe.id)))
+            except TransferFailed as error:
+                logger.warning("KV transport %s is not served for the moment: %s", name, error)
+        return tuple(exports)
+
+    def statistics(self) -> dict[str, float]:
+        """What each transport counts itself, by ``name_transport``."""
+        return transport_statistics(self._transports)
 
     async def close(self) -> None:
         """Destroy all transports without blocking the loop; afterwards nobody reads through them."""
@@ -51,7 +62,8 @@ class Serving:
         transport = opener.open(name, guard, _ignore)
         self._transports[name] = transport
         transport.register(self._probe)
-        self._exports.append((name, seal(transport.export().blob, self._probe.id)))
+        transport.export()
+        self._served.append(name)
 
 
 def _ignore() -> None:

@@ -76,6 +76,8 @@ class Session:
         self.peer = peer
         self.lost: TandemError | None = None
         self.num_late = 0
+        self.doubted = False
+        """A read has failed and the data path is being proven once more."""
         self._link = link
         self._config = config
         self._clock = clock

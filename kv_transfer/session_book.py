@@ -22,6 +22,7 @@ from kv_transfer.handshake import transport_order
 from kv_transfer.probe import Prober, unseal
 from kv_transfer.reader import COUNTERS, Reader
 from kv_transfer.session import Introduction, Session, introduce
+from kv_transfer.statistics import transport_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class SessionBook:
         for reader in self._readers.values():
             for name, value in reader.counters.snapshot().items():
                 values[f"{name}_{reader.name}"] = values.get(f"{name}_{reader.name}", 0.0) + value
-        return values
+        return values | transport_statistics({reader.name: reader.transport for reader in self._readers.values()})
 
     async def close(self) -> None:
         """Order of R8: no new sessions, wait for quiescence up to the deadline, destroy the transports."""
@@ -204,6 +205,22 @@ class SessionBook:
             self._tasks.spawn(self._disconnect(reader, peer), name=f"disconnect {info.transport}")
             raise
         return peer
+
+    def doubt(self, session: Session) -> None:
+        """A read has failed: prove the connection once more, without anybody waiting for it."""
+        if session.lost is None and not session.doubted:
+            session.doubted = True
+            self._tasks.spawn(self._prove_again(session), name=f"prove {session.address}")
+
+    async def _prove_again(self, session: Session) -> None:
+        """If the data path is broken, the next hand-over shakes hands anew: the source may have opened its engine again."""
+        sealed = unseal(session.source.exports[session.reader.name])
+        try:
+            timeout_s = self._config.connect_timeout_s
+            await self._prober.verify(session.reader, session.peer, sealed.probe_region, timeout_s)
+        except TransferFailed as error:
+            session.lose(WorkerLost(f"its data path is broken: {error.message}"))
+        session.doubted = False
 
     async def _disconnect(self, reader: Reader, peer: Peer) -> None:
         await reader.drained(peer)

@@ -87,7 +87,8 @@ class Source:
     def statistics(self) -> dict[str, float]:
         """Counters and gauges by name."""
         gauges = {"leases": float(len(self._leases)), "leased_pages": float(self._leases.num_pages)}
-        return self._desk.counters.snapshot() | gauges
+        served = self._serving.statistics() if self._serving is not None else {}
+        return self._desk.counters.snapshot() | gauges | served
 
     async def close(self) -> None:
         """End all leases and destroy the transports; afterwards nobody reads our memory through them. Idempotent."""

@@ -1,6 +1,8 @@
 """Numbers of KV transfer by name, for whoever exports them. Knows no metrics library."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+from kv_transfer.api import SupportsStatistics, Transport
 
 STAGES = ("prepare", "queue", "wire", "verify", "commit")
 """Of a pull: until the lease; until the last chunk and FINAL are told; until everything has landed; digests and row
@@ -26,3 +28,13 @@ class Counters:
     def snapshot(self) -> dict[str, float]:
         """Return a copy."""
         return dict(self._values)
+
+
+def transport_statistics(transports: Mapping[str, Transport]) -> dict[str, float]:
+    """Return what transports count themselves, by ``counter_transport``."""
+    return {
+        f"{counter}_{name}": value
+        for name, transport in transports.items()
+        if isinstance(transport, SupportsStatistics)
+        for counter, value in transport.statistics().items()
+    }

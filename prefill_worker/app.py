@@ -21,7 +21,7 @@ from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
-from kv_transfer.factory import TransportFactory, check_transports
+from kv_transfer.factory import SHARED_MEMORY, TransportFactory, check_transports
 from kv_transfer.handshake import expand
 from kv_transfer.memory import allocate, sweep_stale_segments
 from kv_transfer.settings import TransportSettings
@@ -53,7 +53,9 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
         for line in loaded.capacity.lines():
             _LOG.info("capacity: %s", line)
 
-        segments = config.transfer.segment_directory if "shm" in expand(config.transfer.transports) else ""
+        segments = (
+            "" if SHARED_MEMORY.isdisjoint(expand(config.transfer.transports)) else config.transfer.segment_directory
+        )
         if segments:
             sweep_stale_segments(segments)
         memory = allocate(loaded.region_sizes, incarnation=incarnation, directory=segments)

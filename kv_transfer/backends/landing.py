@@ -45,6 +45,7 @@ class Landing:
         except BaseException:
             self._memory.close()
             raise
+        self._memory.forget_name()
         self._num_slots = ring_bytes // self.slot_bytes
         self._free = list(range(self._num_slots))
         self._retired: dict[int, int] = {}
@@ -54,7 +55,11 @@ class Landing:
     @property
     def broken(self) -> bool:
         """True if the engine has broken, or so much of the ring is without proof that only a fence helps."""
-        return self.engine.broken or 2 * (len(self._retired) + self._lost) > self._num_slots
+        if self.engine.broken:
+            return True
+        with self._freed:
+            self._collect()
+            return 2 * (len(self._retired) + self._lost) > self._num_slots
 
     def acquire(self, timeout_s: float) -> int | None:
         """Return a slot that nothing can write, or None if there was none in that time."""
@@ -106,5 +111,6 @@ class Landing:
                 del self._retired[ticket]
                 if outcome.proven:
                     self._free.append(slot)
+                    self._freed.notify()
                 else:
                     self._lost += 1

@@ -130,8 +130,11 @@ class StagedPeer(NativePeer):
     def _land(self, job: Job, landing: Landing, flying: deque[tuple[int, int, Records]]) -> None:
         """Wait for the oldest read and copy it out."""
         ticket, slot, piece = flying[0]
+        patience_s, start = self.shared.config.progress_timeout_s, self.shared.clock.now()
         while (outcome := landing.engine.wait(ticket, _LOOK_S)) is None:
             job.check(self.shared.clock)
+            if self.shared.clock.now() - start >= patience_s:
+                raise TransferFailed(f"no byte came for {patience_s:g} s")
         flying.popleft()
         if not outcome.error:
             with contextlib.ExitStack() as stack:

@@ -103,10 +103,11 @@ class NativeTransport(LaneTransport):
         if self._server is None:
             self._served = self._plan.serve(regions, self._shared.config)
             self._server = Revival(f"the serving engine of {self.capabilities.name}", self._open_server, self._clock)
+            self._server.get()
         export = NativeExport(
             host=host_id(),
             lane=self._served.lane,
-            engine=self._server.get().export(),
+            engine=self._server.living().export(),
             regions=tuple((region.id, region.nbytes) for region in regions),
         )
         return msgspec.msgpack.encode(export)

@@ -69,6 +69,13 @@ class Revival(Generic[T]):
             self._opened_at = self._clock.now()
             return self._current
 
+    def living(self) -> T:
+        """As `get`, without opening anything and without waiting for who does."""
+        current = self._current
+        if current is None or current.broken:
+            raise TransferFailed(f"{self._what} is being opened again")
+        return current
+
     def fence(self, one: T) -> None:
         """Close this one for good, unless that has happened: the proof for what it posted. The next `get` opens anew."""
         with self._lock:
