@@ -20,6 +20,7 @@ from msgspec import Meta
 from core.clock import Clock
 from core.errors import DeadlineExceeded, Draining, NoCapacity
 from gateway.fair_queue import FairQueue, Waiter
+from gateway.leases import Leases
 from gateway.tenants import ANYONE, Tenant
 
 RATE_SAMPLES = 64
@@ -45,10 +46,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Admission:
     """Grants permits. `tenant_of` returns a tenant's weight and limits by name."""
 
-    def __init__(self, clock: Clock, limits: Limits, tenant_of: Callable[[str], Tenant] = lambda _: ANYONE) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        limits: Limits,
+        tenant_of: Callable[[str], Tenant] = lambda _: ANYONE,
+        leases: Leases | None = None,
+    ) -> None:
         self._clock = clock
         self._limits = limits
         self._tenant_of = tenant_of
+        self._leases = leases or Leases(clock)
         self._queue = FairQueue()
         self._in_flight = 0
         self._held: dict[str, int] = {}
@@ -69,15 +77,17 @@ class Admission:
 
     @asynccontextmanager
     async def permit(
-        self, *, priority: int, timeout_s: float, tenant: str = "", cost: float = 1.0
+        self, *, priority: int, timeout_s: float, tenant: str = "", cost: float = 1.0, owner: str = ""
     ) -> AsyncGenerator[None]:
         """Hold one permit for the body; `cost` is what it is charged, in tokens or any unit that all use.
 
         Raises `NoCapacity` if the queue is full or slow, `DeadlineExceeded` if `timeout_s` passes first, `Draining`.
         """
-        await self._acquire(tenant, priority, timeout_s, cost)
+        with self._leases.hold("queued", owner):
+            await self._acquire(tenant, priority, timeout_s, cost)
         try:
-            yield
+            with self._leases.hold("permit", owner):
+                yield
         finally:
             self._release(tenant)
 

@@ -26,6 +26,7 @@ from core.rpc.membership import add_membership
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
 from core.tls import check_tls
+from core.tracing.factory import open_tracer
 from gateway.admin import KIND, GatewayAdmin
 from gateway.admission import Admission
 from gateway.attempt import RetryBudget
@@ -33,17 +34,25 @@ from gateway.cluster import Cluster
 from gateway.config import GatewayConfig
 from gateway.directory import Directory
 from gateway.http.asgi import build_asgi
+from gateway.http.front import Front
+from gateway.http.gatekeeper import Gatekeeper
 from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
+from gateway.leases import Leases
 from gateway.links import Links
+from gateway.loop_health import LoopHealth
 from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
+from gateway.pages import build_pages
 from gateway.prefix_index import PrefixIndex
+from gateway.rate_limit import RateLimits
 from gateway.router import Router
 from gateway.routing.picker import Picker
+from gateway.tenants import Tenants
 from gateway.text.format import load_format
 from gateway.text.tokenizer import load_tokenizer
+from gateway.worker_gauges import WorkerGauges
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +72,8 @@ class _Core:
     index: PrefixIndex
     links: Links
     admission: Admission
+    tenants: Tenants
+    leases: Leases
     orchestrator: Orchestrator
     membership: Membership
 
@@ -73,7 +84,6 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
     lifecycle = Lifecycle(lambda state: logger.info("state: %s", state.value))
     secret = read_secret(config.secret_file) if config.secret_file else b""
     proof = Proof(secret, fresh_incarnation(), check_tls(config.tls))
-    tokenizer = load_tokenizer(Path(config.model.path), lambda: datetime.now(UTC))
     metrics = Metrics()
     gateway_metrics = GatewayMetrics(metrics)
     async with AsyncExitStack() as stack:
@@ -92,26 +102,18 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
             clock=clock,
             drain=departure.begin,
             stall_s=config.listener.stall_s,
-        )
-        api = build_asgi(
-            core.orchestrator,
-            tokenizer,
-            load_format(Path(config.model.path), tokenizer, config.api.images, config.api.parsing),
-            config.api,
-            clock=clock,
-            metrics=HttpMetrics(metrics.registry),
-            is_ready=lambda: not admin.ready(),
-            unix_time=time.time,  # noqa: TID251 - the wall-clock field `created` of OpenAI's answers
-            model=config.model.name,
+            leases=core.leases,
+            gauges=WorkerGauges(metrics),
         )
         listener_address = _open_listener(config, admin, metrics, departure, stack)
         membership_address, health = await _open_membership(config, core.membership, admin, proof, stack)
-        http = HttpServer(api, config.http.host, config.http.port)
-        await http.start()
+        http = await _open_http(config, core, admin=admin, metrics=metrics, clock=clock, stack=stack)
         stack.push_async_callback(http.drain, HTTP_CUT_S)
         stack.push_async_callback(tasks.close)
         tasks.spawn(core.membership.sweep(), name="membership sweep")
-        tasks.spawn(_refresh(admin, health), name="gauges")
+        tasks.spawn(_refresh(admin, health, http), name="gauges")
+        tasks.spawn(core.tenants.follow(), name="keys")
+        tasks.spawn(LoopHealth(metrics, clock).watch(), name="loop health")
         lifecycle.move(State.READY)
         facts = {
             "http_address": f"{config.http.host}:{http.port}",
@@ -156,6 +158,8 @@ def _compose(
         picker=Picker(random.Random(secrets.randbits(64))),  # noqa: S311 - load spreading, no secret
         clock=clock,
     )
+    tenants = Tenants(config.access.keys_file, lambda is_ok: metrics.reloads.labels("ok" if is_ok else "failed").inc())
+    leases = Leases(clock)
     cluster = Cluster(
         directory=directory,
         router=router,
@@ -165,8 +169,9 @@ def _compose(
         routing=config.routing,
         budget=RetryBudget(config.retries),
         metrics=metrics,
+        leases=leases,
     )
-    admission = Admission(clock, config.limits)
+    admission = Admission(clock, config.limits, tenants.named, leases)
     orchestrator = Orchestrator(cluster, admission)
     membership = Membership(
         directory=directory,
@@ -181,7 +186,43 @@ def _compose(
         on_joined=orchestrator.registered,
     )
     links.on_lost(membership.link_lost)
-    return _Core(directory, index, links, admission, orchestrator, membership)
+    return _Core(directory, index, links, admission, tenants, leases, orchestrator, membership)
+
+
+async def _open_http(
+    config: GatewayConfig, core: _Core, *, admin: GatewayAdmin, metrics: Metrics, clock: Clock, stack: AsyncExitStack
+) -> HttpServer:
+    tokenizer = load_tokenizer(Path(config.model.path), lambda: datetime.now(UTC))
+    gate = Gatekeeper(core.tenants, RateLimits(clock, lambda: config.limits.share))
+    api = build_asgi(
+        core.orchestrator,
+        tokenizer,
+        load_format(Path(config.model.path), tokenizer, config.api.images, config.api.parsing),
+        config.api,
+        clock=clock,
+        metrics=HttpMetrics(metrics.registry),
+        is_ready=lambda: not admin.ready(),
+        unix_time=time.time,  # noqa: TID251 - the wall-clock field `created` of OpenAI's answers
+        model=config.model.name,
+        gate=gate,
+    )
+    tracer = open_tracer(config.tracing, service="gateway", instance=config.id)
+    stack.callback(tracer.close)
+    front = Front(
+        api,
+        gate=gate,
+        pages=build_pages(admin.status, core.leases),
+        clock=clock,
+        tracer=tracer,
+        leases=core.leases,
+        access_log=config.access.log,
+    )
+    section = config.http
+    http = HttpServer(
+        front, section.host, section.port, guard=section.guard, tls=section.tls, reuse_port=section.reuse_port
+    )
+    await http.start()
+    return http
 
 
 def _open_listener(
@@ -226,8 +267,9 @@ async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, d
     lifecycle.move(State.GONE)
 
 
-async def _refresh(admin: GatewayAdmin, health: Health) -> None:
+async def _refresh(admin: GatewayAdmin, health: Health, http: HttpServer) -> None:
     while True:
         admin.refresh()
+        http.follow_certificate()
         await health.show(not admin.ready())
         await asyncio.sleep(REFRESH_S)

@@ -52,6 +52,9 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a client is told to wait when there is no worker."""
     budget_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Retries of errors that live workers answered, as a share of requests, so that retries cannot storm."""
+    refuse_beyond: Annotated[float, Meta(ge=0)] = 2.0
+    """A new request is refused at once if its first token is predicted later than this many times the time that its
+    deadline leaves. 0: never."""
     budget_burst: Annotated[float, Meta(ge=0)] = 32.0
 
 
@@ -162,6 +165,19 @@ def after_shortage(shortage: Shortage, *, progress: Progress, rules: RetryRules,
         )
     kind = NoCapacity if shortage.role == "capacity" else NoWorker
     return GiveUp(kind(f"{shortage.message}; try again later", retry_after_s=rules.retry_after_s))
+
+
+def too_late(first_token_s: float, *, progress: Progress, rules: RetryRules, now: float) -> GiveUp | None:
+    """Refuse a new request whose best placement cannot bring a token before its deadline, while it costs nothing."""
+    remaining_s = progress.deadline - now
+    if progress.attempts or not rules.refuse_beyond or first_token_s <= rules.refuse_beyond * remaining_s:
+        return None
+    return GiveUp(
+        NoCapacity(
+            f"the first token is expected in {first_token_s:.1f} s, after the request's deadline",
+            retry_after_s=first_token_s - remaining_s,
+        )
+    )
 
 
 def may_place(progress: Progress, rules: RetryRules) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from core.clock import Clock
 from gateway.attempt import RetryBudget, RetryRules
 from gateway.directory import Directory
+from gateway.leases import Leases
 from gateway.links import Links
 from gateway.metrics import GatewayMetrics
 from gateway.router import Router
@@ -23,3 +24,4 @@ class Cluster:
     routing: RoutingRules
     budget: RetryBudget
     metrics: GatewayMetrics
+    leases: Leases

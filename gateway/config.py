@@ -6,11 +6,14 @@ import msgspec
 from msgspec import Meta
 
 from core.tls import TlsSection
+from core.tracing.api import TracingSection
 from core.worker_config import DrainSection
 from gateway.admission import Limits
 from gateway.attempt import RetryRules
 from gateway.breaker import BreakerRules
 from gateway.http.config import ApiConfig
+from gateway.http.protocol import GuardRules
+from gateway.http.server import HttpTls
 from gateway.routing.job import RoutingRules
 from gateway.worker_link import LinkRules
 
@@ -23,6 +26,19 @@ class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    reuse_port: bool = False
+    """Share the port with other processes of this host; `processes` sets it."""
+    guard: GuardRules = GuardRules()
+    tls: HttpTls = HttpTls()
+
+
+class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[access]`: who may ask, and what is written down about it."""
+
+    keys_file: str = ""
+    """TOML file of tenants and hashed keys, followed while running (see `gateway.tenants`). Empty: everybody may ask."""
+    log: bool = True
+    """Write one JSON line for each HTTP request. Never bodies, keys or headers."""
 
 
 class MembershipSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +87,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     http: HttpSection = HttpSection()
     membership: MembershipSection = MembershipSection()
     listener: ListenerSection = ListenerSection()
+    access: AccessSection = AccessSection()
+    tracing: TracingSection = TracingSection()
     api: ApiConfig = ApiConfig()
     routing: RoutingRules = RoutingRules()
     limits: Limits = Limits()

@@ -1,9 +1,16 @@
 """The gateway's own metrics: attempts, routing, membership, links. HTTP's are declared beside it. Knows no logic."""
 
+from prometheus_client import Counter
+
+from core.errors import BY_CODE
 from core.metrics import Metrics
+from gateway.leases import KINDS
 
 OUTCOMES = ("stop", "length", "error", "closed")
 RETRY_CAUSES = ("worker_lost", "refused", "no_worker", "incomplete")
+TIME_CAUSES = ("queue", "route", "no_worker", "retry_pause", "first_token", "decode")
+"""Waiting for admission; hashing and placing; waiting for workers; pauses between attempts; admission to the first token
+(the three before it included); first token to the end."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
@@ -14,6 +21,18 @@ class GatewayMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self.samples = metrics.counter(
             "tandem_gateway_samples_total", "Samples by how they ended.", {"outcome": OUTCOMES}
+        )
+        self.errors = metrics.counter(
+            "tandem_gateway_errors_total", "Samples that ended with an error, by its code.", {"code": tuple(BY_CODE)}
+        )
+        self.time = metrics.counter(
+            "tandem_gateway_time_seconds_total", "Where the time of samples went.", {"cause": TIME_CAUSES}
+        )
+        self.leases = metrics.gauge(
+            "tandem_gateway_leases_count", "What is held and must be given back.", {"kind": KINDS}
+        )
+        self.reloads = metrics.counter(
+            "tandem_gateway_key_reloads_total", "Changes of the key file.", {"result": ("ok", "failed")}
         )
         self.attempts = metrics.counter("tandem_gateway_attempts_total", "Requests submitted to decode workers.")
         self.retries = metrics.counter(
@@ -67,3 +86,23 @@ class GatewayMetrics:
         self.step_frames = metrics.gauge(
             "tandem_gateway_step_frames_count", "Step frames received on the links that are open."
         )
+
+    def time_split(self) -> dict[str, float]:
+        """Return the seconds of all samples so far by cause."""
+        return {cause: total_of(self.time.labels(cause)) for cause in TIME_CAUSES}
+
+    def token_totals(self) -> dict[str, float]:
+        """Return tokens so far by kind."""
+        return {
+            "prompt": total_of(self.prompt_tokens),
+            "cached": total_of(self.cached_tokens),
+            "output": total_of(self.output_tokens),
+            "recomputed": total_of(self.recomputed_tokens),
+        }
+
+
+def total_of(counter: Counter) -> float:
+    """Return a counter's value."""
+    return sum(
+        sample.value for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")
+    )

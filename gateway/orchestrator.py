@@ -5,13 +5,17 @@ Knows no HTTP and no text.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
-from core.errors import BadRequest, DeadlineExceeded, UnknownModel
+from core.errors import BadRequest, DeadlineExceeded, TandemError, UnknownModel
 from core.worker import Registration, Role
 from gateway.admission import Admission
 from gateway.cluster import Cluster
 from gateway.generation import Delta, Prompt, ServedModel
 from gateway.sample import SampleRun, raised
+
+COSTED_OUTPUT = 256
+"""Output tokens that fair queueing charges for at most: how many there will be is not known."""
 
 
 class Orchestrator:
@@ -37,6 +41,14 @@ class Orchestrator:
     def models(self) -> tuple[ServedModel, ...]:
         return tuple(self._models.values())
 
+    @asynccontextmanager
+    async def _counting_errors(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        except TandemError as error:
+            self._cluster.metrics.errors.labels(error.code).inc()
+            raise
+
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Delta]:
         if prompt.model not in self._models and self._models:
             raise UnknownModel(f"the model `{prompt.model[:100]}` is not served here", param="model")
@@ -47,13 +59,22 @@ class Orchestrator:
         metrics, clock = self._cluster.metrics, self._cluster.clock
         came = clock.now()
         self._cluster.budget.request()
-        async with self._admission.permit(priority=prompt.priority, timeout_s=prompt.timeout_s):
-            metrics.queue_seconds.observe(clock.now() - came)
+        owner, cost = str(prompt.request_id), len(prompt.token_ids) + min(prompt.stop.max_tokens, COSTED_OUTPUT)
+        permit = self._admission.permit(
+            priority=prompt.priority, timeout_s=prompt.timeout_s, tenant=prompt.tenant, cost=cost, owner=owner
+        )
+        async with self._counting_errors(), permit:
+            admitted_at, first_at = clock.now(), None
+            metrics.queue_seconds.observe(admitted_at - came)
+            metrics.time.labels("queue").inc(admitted_at - came)
             run = SampleRun(self._cluster, prompt, deadline=came + prompt.timeout_s)
             outcome = ""
             try:
                 while not outcome:
                     delta = await run.next_delta()
+                    if first_at is None and delta.token_ids:
+                        first_at = clock.now()
+                        metrics.time.labels("first_token").inc(first_at - admitted_at)
                     if delta.finish is not None:
                         # Everything is given back before the consumer sees the end.
                         run.close("finished")
@@ -64,4 +85,6 @@ class Orchestrator:
                 raise
             finally:
                 metrics.samples.labels(outcome).inc()
+                if first_at is not None:
+                    metrics.time.labels("decode").inc(clock.now() - first_at)
                 run.close()

@@ -16,6 +16,7 @@ from gateway.attempt import Progress, may_place
 from gateway.cluster import Cluster
 from gateway.dispatch import Dispatch
 from gateway.generation import Delta
+from gateway.leases import Lease
 from gateway.mailbox import Failure, Item, Mailbox, Run
 from gateway.router import Placed, Work, target_of
 from gateway.worker_link import WorkerLink
@@ -31,6 +32,7 @@ class Attempt:
     placed: Placed
     dispatch: Dispatch
     num_tokens: int
+    lease: Lease
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from gateway.attempt import (
     after_shortage,
     count_failure,
     deadline_error,
+    too_late,
 )
 from gateway.cluster import Cluster
 from gateway.dispatch import Dispatch
@@ -98,8 +99,13 @@ class SampleRun:
                 raise deadline_error(progress)  # it passed between two attempts: no mailbox has heard of it
             begun = cluster.clock.now()
             placed = cluster.router.place(self._work)
-            cluster.metrics.route_seconds.observe(cluster.clock.now() - begun)
+            took_s = cluster.clock.now() - begun
+            cluster.metrics.route_seconds.observe(took_s)
+            cluster.metrics.time.labels("route").inc(took_s)
             if isinstance(placed, Placed):
+                hopeless = too_late(placed.choice.wait_s, progress=progress, rules=cluster.retries, now=begun)
+                if hopeless is not None:
+                    raise hopeless.error
                 return self._submit(placed)
             await self._wait_for_workers(placed, progress)
 
@@ -111,6 +117,7 @@ class SampleRun:
         if progress.interrupted_at is None:
             progress.interrupted_at = cluster.clock.now()
             cluster.metrics.retries.labels("no_worker").inc()
+        cluster.metrics.time.labels("no_worker").inc(verdict.pause_s)
         await asyncio.sleep(verdict.pause_s)
 
     def _submit(self, placed: Placed) -> Attempt | None:
@@ -158,7 +165,8 @@ class SampleRun:
             seconds=placed.choice.prefill_s,
             context=self._work.num_tokens,
         )
-        return Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens)
+        lease = cluster.leases.take("attempt", f"{self._request_id} at {placed.decode.worker_id}")
+        return Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens, lease)
 
     # Recovering
 
@@ -182,6 +190,7 @@ class SampleRun:
             raise verdict.error
         self._note_retry(failure, verdict)
         if verdict.pause_s > 0:
+            cluster.metrics.time.labels("retry_pause").inc(verdict.pause_s)
             await asyncio.sleep(verdict.pause_s)
 
     def _own_finish(self) -> FinishReason | None:
@@ -219,6 +228,7 @@ class SampleRun:
         if attempt is not None:
             attempt.link.release(attempt.handle, reason)
             attempt.dispatch.close()
+            self._cluster.leases.give_back(attempt.lease)
 
     def _deadline_passed(self) -> None:
         error = DeadlineExceeded("the request's deadline passed")

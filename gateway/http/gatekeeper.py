@@ -11,9 +11,9 @@ from gateway.http.errors import Headers, HttpFault
 from gateway.rate_limit import RateLimits
 from gateway.tenants import Tenant, Tenants
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
-"""For load balancers, which have no keys."""
-_OPERATORS = ("/metrics", "/status", "/statusz", "/debug/")
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/status"})
+"""For load balancers, which have no keys, and the status page, which holds no data."""
+_OPERATORS = ("/metrics", "/statusz", "/debug/")
 
 
 class Gatekeeper:

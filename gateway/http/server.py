@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -63,6 +64,7 @@ class HttpServer:
         self._tls = tls or HttpTls()
         self._reuse_port = reuse_port
         self._context: ssl.SSLContext | None = None
+        self._stamp = 0
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -94,13 +96,17 @@ class HttpServer:
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
-    def renew_certificate(self) -> None:
-        """Read the certificate's files anew, for connections to come; a wrong file leaves the old one in use."""
-        if self._context is not None:
-            try:
+    def follow_certificate(self) -> None:
+        """If the certificate's files changed, use them for connections to come; wrong ones leave the old in use."""
+        if self._context is None:
+            return
+        try:
+            stamp = Path(self._tls.certificate).stat().st_mtime_ns
+            if stamp != self._stamp:
+                self._stamp = stamp
                 self._context.load_cert_chain(self._tls.certificate, self._tls.key)
-            except OSError as error:
-                logger.warning("the old HTTP certificate stays in use: %s", error)
+        except OSError as error:
+            logger.warning("the old HTTP certificate stays in use: %s", error)
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let open answers end, cancel those still open after `grace_s`, and wait until all is closed."""

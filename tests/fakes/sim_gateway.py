@@ -14,6 +14,7 @@ from gateway.attempt import RetryBudget, RetryRules
 from gateway.cluster import Cluster
 from gateway.directory import Directory
 from gateway.generation import Prompt
+from gateway.leases import Leases
 from gateway.links import Links
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
@@ -35,6 +36,7 @@ class SimGateway:
         self.index = PrefixIndex()
         self.opener = LocalOpener()
         self.metrics = GatewayMetrics(Metrics())
+        self.leases = Leases(self.clock)
         routing = routing or RoutingRules()
         self.links = Links(
             gateway=Incarnation("gateway"),
@@ -61,8 +63,9 @@ class SimGateway:
             routing=routing,
             budget=RetryBudget(retries),
             metrics=self.metrics,
+            leases=self.leases,
         )
-        self.admission = Admission(self.clock, limits or Limits())
+        self.admission = Admission(self.clock, limits or Limits(), leases=self.leases)
         self.orchestrator = Orchestrator(cluster, self.admission)
         self.workers = {}
         self.tasks = [asyncio.create_task(self._beat())]

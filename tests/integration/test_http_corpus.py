@@ -278,7 +278,7 @@ async def test_a_renewed_http_certificate_is_shown_to_new_connections(tmp_path):
     try:
         before = await asyncio.to_thread(shown)
         authority.issue("gateway")
-        server.renew_certificate()
+        server.follow_certificate()
         assert await asyncio.to_thread(shown) != before
     finally:
         await server.drain(1.0)

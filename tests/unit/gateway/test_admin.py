@@ -8,9 +8,11 @@ from core.worker import Role
 from gateway.admin import GatewayAdmin
 from gateway.admission import Admission, Limits
 from gateway.directory import Directory
+from gateway.leases import Leases
 from gateway.links import Links
 from gateway.metrics import GatewayMetrics
 from gateway.prefix_index import PrefixIndex
+from gateway.worker_gauges import WorkerGauges
 from gateway.worker_link import LinkRules
 from tests.fakes.cluster import load, registration
 from tests.fakes.sim_decode import LocalOpener
@@ -23,6 +25,7 @@ class Rig:
         self.directory = Directory(self.clock)
         self.metrics = Metrics()
         self.drained = []
+        self.leases = Leases(self.clock)
         self.admin = GatewayAdmin(
             name="gateway-1",
             incarnation=Incarnation("g"),
@@ -37,6 +40,8 @@ class Rig:
             clock=self.clock,
             drain=self.drained.append,
             stall_s=10.0,
+            leases=self.leases,
+            gauges=WorkerGauges(self.metrics),
         )
 
     def join(self, name, role):
