@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import openai
 import pytest
 
@@ -183,6 +184,27 @@ def test_an_answer_depends_on_the_pixels_of_its_image(tiny):
 
     assert first(1, "x") == first(1, "y")
     assert first(1, "x2") != first(2, "x3")
+
+
+def test_an_image_is_the_same_in_all_three_apis(tiny_cluster, tiny):
+    """Vision through each SDK: equal prompts, so equal counts."""
+    url = data_url(picture(200, 120, seed=7))
+    extra = {"cache_salt": "apis", "seed": 1}
+    off = {"thinking": {"type": "disabled"}}
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    chat_answer = tiny.chat.completions.create(model=TINY, messages=chat, max_tokens=2, extra_body={**extra, **off})
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    response = tiny.responses.create(
+        model=TINY, input=items, max_output_tokens=2, reasoning={"effort": "none"}, extra_body=extra
+    )
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    turns = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with anthropic.Anthropic(base_url=tiny_cluster.base_url, api_key="none", max_retries=0, timeout=60) as claude:
+        message = claude.messages.create(model=TINY, messages=turns, max_tokens=2, extra_body={**extra, **off})
+    usage = message.usage
+    prompts = {chat_answer.usage.prompt_tokens, response.usage.input_tokens}
+    assert prompts == {usage.input_tokens + usage.cache_read_input_tokens}
+    assert prompts.pop() > 20
 
 
 def test_pages_of_an_image_are_reused_for_this_image_only(tiny):
