@@ -57,15 +57,6 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ignore_eos: bool = False
 
 
-class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an answer must look like. The gateway writes and checks it; workers only follow it."""
-
-    text: str
-    """In llguidance's words: a Lark grammar, or a JSON object with the key `grammars`."""
-    after: int = -1
-    """Id behind which the grammar begins: the end of reasoning, which is free. -1: it begins with the first output."""
-
-
 class MmItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a request (seam f): digest for cache keys, token range, raw pixels or nothing if cached."""
 
@@ -141,8 +132,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Trace context of the span that sent it (`core.tracing`); empty: no trace."""
     lora: str = ""
     mm_items: tuple[MmItem, ...] = ()
-    grammar: Grammar | None = None
-    """None: free text."""
+    grammar: str = ""
+    """What the answer must look like, in llguidance's words: a Lark grammar, or a JSON object with the key `grammars`. The
+    gateway writes and checks it; workers only follow it. Empty: free text."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -192,7 +184,7 @@ def check_request(request: GenerateRequest, vocab_size: int, max_tokens_total: i
         )
     if request.lora:
         raise BadRequest("LoRA adapters are not supported; leave `lora` out", param="lora")
-    if request.grammar is not None and len(request.grammar.text) > MAX_GRAMMAR_CHARS:
+    if len(request.grammar) > MAX_GRAMMAR_CHARS:
         raise BadRequest(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters", param="response_format")
     bad = [t for t in (*request.sampling.logit_bias, *request.stop.stop_token_ids) if not 0 <= t < vocab_size]
     if bad:

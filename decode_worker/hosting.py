@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from core.errors import InvariantError, TandemError
-from core.request import FinishReason, GenerateRequest, Grammar
+from core.request import FinishReason, GenerateRequest
 from engine.events import SeqId
 from engine.port import Booking, DestinationWork, LandingPages, LocalWork
 from kv_transfer.api import FirstTokens, Pulled
@@ -28,7 +28,7 @@ class EngineCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
-    async def ready(self, grammar: Grammar | None) -> None:
+    async def ready(self, grammar: str) -> None:
         """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
         ...
 
@@ -47,7 +47,7 @@ class EngineDesk:
         self._calls = calls
         self._loop = loop
 
-    async def ready(self, grammar: Grammar | None) -> None:
+    async def ready(self, grammar: str) -> None:
         """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
         await self._calls.ready(grammar)
 

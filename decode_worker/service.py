@@ -176,7 +176,7 @@ class DecodeService:
         if self._draining:
             self._ledger.fail(request, Draining("this worker takes no new requests"))
             return
-        if request.asked.grammar is None and self._receiver.computes_here(request):
+        if not request.asked.grammar and self._receiver.computes_here(request):
             self._receiver.compute_here(request)
         else:
             request.task = self._tasks.spawn(self._receiver.run(request), name=f"hand-over {frame.handle}")

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from core.clock import Clock
 from core.errors import BadRequest, InvariantError, NoCapacity, TandemError, WorkerLost
-from core.request import Grammar
 from engine.barrier import GroupBarrier, SoloBarrier
 from engine.engine import Engine
 from engine.events import EventSink
@@ -129,14 +128,14 @@ class EngineThread:
         self._loop.last_pass_at = self._clock.now()
         self._thread.start()
 
-    async def ready(self, grammar: Grammar | None) -> None:
+    async def ready(self, grammar: str) -> None:
         """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may.
 
         Compiled elsewhere meanwhile: nobody else waits for it.
         """
         if self._grammars is not None:
             await self._grammars.ready(grammar)
-        elif grammar is not None:
+        elif grammar:
             raise BadRequest("this worker makes no structured output", param="response_format")
 
     def grammar_statistics(self) -> dict[str, int | float]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import InvariantError
-from core.request import Grammar, MmItem, SamplingParams
+from core.request import MmItem, SamplingParams
 
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -59,8 +59,8 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """Replay: tokens below this position write nothing paged."""
     images: tuple[MmItem, ...] = ()
     """Images of which at least one position is still to be computed, with their pixels."""
-    grammar: Grammar | None = None
-    """What the outputs must look like, those in `token_ids` included."""
+    grammar: str = ""
+    """What the outputs must look like, those in `token_ids` included; empty: anything."""
 
 
 class PlanExtra(msgspec.Struct, frozen=True, kw_only=True):

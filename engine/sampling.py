@@ -161,8 +161,8 @@ class Sampler:
             self._counts.reset(row, np.frombuffer(init.token_ids, np.int32), init.num_prompt_tokens)
         else:
             self._counts.drop(row)
-        self._has_grammar[row] = init.grammar is not None
-        changed = bool(penalized or params.logit_bias or masked or init.grammar is not None)
+        self._has_grammar[row] = bool(init.grammar)
+        changed = bool(penalized or params.logit_bias or masked or init.grammar)
         self._plain[row] = params.temperature < GREEDY_BELOW and not changed and params.num_logprobs < 0
 
     def sample(self, logits: torch.Tensor, rows: I32, positions: I64) -> SampleOutput:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from core.handover import TokenLogprobs
 from core.ids import RequestId
-from core.request import FinishReason, Grammar, MmItem, SamplingParams, StopRules
+from core.request import FinishReason, MmItem, SamplingParams, StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Prompt:
     """X-Session-Affinity, X-Session-ID or X-Correlation-ID: a routing hint."""
     images: tuple[MmItem, ...] = ()
     """With pixels, by position."""
-    grammar: Grammar | None = None
-    """What the answer must look like; None: free text."""
+    grammar: str = ""
+    """What the answer must look like (`GenerateRequest.grammar`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

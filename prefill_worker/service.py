@@ -12,7 +12,7 @@ from core.clock import Clock
 from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.kv import PageRef
-from core.request import Floors, GenerateRequest, Grammar
+from core.request import Floors, GenerateRequest
 from core.tracing.api import NullTracer, Span, Tracer, Value
 from engine.events import ChunkFinal, FailedHere, Prefilled, SeqId, StepEvents
 from engine.port import SourceWork
@@ -28,7 +28,7 @@ class SourceCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
-    async def ready(self, grammar: Grammar | None) -> None:
+    async def ready(self, grammar: str) -> None:
         """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
         ...
 

@@ -18,7 +18,6 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from core.errors import BadRequest, NoCapacity
-from core.request import Grammar
 from engine.config import GrammarConfig
 from engine.grammar.constraint import Constraint
 from engine.grammar.vocabulary import GrammarVocabulary, build_vocabulary
@@ -75,12 +74,12 @@ class GrammarCompiler:
         """End the threads; what waits is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def ready(self, grammar: Grammar | None) -> None:
+    async def ready(self, grammar: str) -> None:
         """Return when `open` will not block; raises `BadRequest` or `NoCapacity`."""
-        if grammar is None:
+        if not grammar:
             return
         self.meter.grammar_requests += 1
-        compiled = asyncio.wrap_future(self._find(grammar.text))
+        compiled = asyncio.wrap_future(self._find(grammar))
         done, _ = await asyncio.wait((compiled,), timeout=self.config.compile_timeout_s)
         if not done:
             compiled.add_done_callback(_take_note)
@@ -88,11 +87,11 @@ class GrammarCompiler:
             raise BadRequest(f"the grammar takes longer than {limit_s:g} s to compile; simplify it", param=_FIELD)
         compiled.result()
 
-    def open(self, grammar: Grammar) -> Constraint:
+    def open(self, grammar: str) -> Constraint:
         """Return the constraint of a new sample; compiles here and now what is no longer kept. Raises as `ready`."""
-        matcher = self._find(grammar.text).result().deep_copy()
+        matcher = self._find(grammar).result().deep_copy()
         assert self._vocabulary is not None, "a matcher needs a vocabulary"
-        return Constraint(matcher, self._vocabulary.result(), after=grammar.after)
+        return Constraint(matcher, self._vocabulary.result())
 
     def statistics(self) -> dict[str, int | float]:
         """Return counters and gauges by name."""

@@ -1,7 +1,6 @@
 """Where one sample stands in its grammar: which tokens may come next, and what each one that came does to that.
 
-Before the grammar begins (reasoning) ordinary text is free, and nothing that would end or derail the answer is; when it
-is complete, only the ids that end a text are left. Knows no rows and no threads.
+When the grammar is complete, only the ids that end a text are left. Knows no rows and no threads.
 """
 
 from collections.abc import Sequence
@@ -19,28 +18,23 @@ Masks = npt.NDArray[np.int32]
 class Constraint:
     """One sample's. Used by one thread at a time."""
 
-    __slots__ = ("_after", "_ended", "_is_free", "_vocabulary", "error", "matcher")
+    __slots__ = ("_ended", "_vocabulary", "error", "matcher")
 
-    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, *, after: int = -1) -> None:
-        """`after` >= 0: the id behind which the grammar begins."""
+    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary) -> None:
         self.matcher = matcher
         self._vocabulary = vocabulary
-        self._after = after
-        self._is_free = after >= 0
         self._ended = False
         self.error = ""
         """Why it cannot go on; empty as long as it can."""
 
     @property
-    def asks_grammar(self) -> bool:
+    def asks_matcher(self) -> bool:
         """True if the next mask is the matcher's to say."""
-        return not (self._is_free or self._ended or self.error)
+        return not (self._ended or self.error)
 
     def consume(self, token: int) -> bool:
         """Take the next token; False, with `error` set, if it may not come. Behind the end anything may."""
-        if self._is_free:
-            self._is_free = token != self._after
-        elif not self.asks_grammar:
+        if not self.asks_matcher:
             pass
         elif token in self._vocabulary.stop_ids and self.matcher.is_accepting():
             self._ended = True
@@ -48,11 +42,9 @@ class Constraint:
             self.error = self.matcher.get_error() or f"token {token} does not fit the grammar"
         return not self.error
 
-    def fill_fixed(self, into: npt.NDArray[np.int32]) -> None:
-        """Write the next token's mask into `into` [words] where the grammar does not say it."""
-        into[:] = self._vocabulary.plain if self._is_free else self._vocabulary.stops
-        if self._is_free:
-            into.view(np.uint32)[self._after >> 5] |= np.uint32(1 << (self._after & 31))
+    def fill_end(self, into: npt.NDArray[np.int32]) -> None:
+        """Write the mask of what may come behind the end into `into` [words]."""
+        into[:] = self._vocabulary.stops
 
     def check(self) -> None:
         """Look whether the matcher could say its mask; if not, `error` is set."""
@@ -61,8 +53,8 @@ class Constraint:
 
     def fork(self) -> "Constraint":
         """Return another one that stands at the same place: what it takes does not move this one."""
-        copy = Constraint(self.matcher.deep_copy(), self._vocabulary, after=self._after)
-        copy._is_free, copy._ended, copy.error = self._is_free, self._ended, self.error
+        copy = Constraint(self.matcher.deep_copy(), self._vocabulary)
+        copy._ended, copy.error = self._ended, self.error
         return copy
 
 
@@ -71,12 +63,11 @@ def fill_masks(constraints: Sequence[Constraint], masks: Masks, executor: LLExec
 
     A matcher may find that it cannot go on: `Constraint.error` says so, and the mask means nothing.
     """
-    asking = [(constraint.matcher, i) for i, constraint in enumerate(constraints) if constraint.asks_grammar]
+    asking = [(constraint.matcher, i) for i, constraint in enumerate(constraints) if constraint.asks_matcher]
     if asking:
-        words = masks.shape[1]
-        executor.unsafe_compute_mask_ptr(asking, masks.ctypes.data, 4 * words, len(masks))
+        executor.unsafe_compute_mask_ptr(asking, masks.ctypes.data, 4 * masks.shape[1], len(masks))
     for constraint, into in zip(constraints, masks, strict=True):
-        if constraint.asks_grammar:
+        if constraint.asks_matcher:
             constraint.check()
         else:
-            constraint.fill_fixed(into)
+            constraint.fill_end(into)

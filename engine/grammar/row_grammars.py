@@ -14,7 +14,6 @@ import numpy.typing as npt
 from llguidance import LLExecutor
 
 from core.errors import TandemError
-from core.request import Grammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.constraint import Constraint, fill_masks
 from engine.grammar.vocabulary import Words
@@ -56,7 +55,7 @@ class RowGrammars:
     def set_row(self, init: RowInit) -> None:
         """Begin a row; whatever an earlier owner left is forgotten. Its outputs so far are taken in by the helper."""
         self._rows.pop(init.row, None)
-        if init.grammar is None:
+        if not init.grammar:
             return
         assert self._compiler is not None, "workers refuse grammars that they cannot compile"
         if self._helper is None:
@@ -187,7 +186,7 @@ class RowGrammars:
                 row.error = constraint.error
 
 
-def _open(compiler: GrammarCompiler, grammar: Grammar, outputs: Sequence[int]) -> Constraint:
+def _open(compiler: GrammarCompiler, grammar: str, outputs: Sequence[int]) -> Constraint:
     constraint = compiler.open(grammar)
     for token in outputs:
         constraint.consume(token)

@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars need it: the library's own form of it, and the masks that depend on nothing else.
+"""A model's vocabulary as grammars need it: the library's own form of it, and the mask of what ends a text.
 
 Every added token counts as special, flagged so or not: text never matches it, only a grammar that names its id does.
 So no string inside an answer can hold a token that begins a turn, a tool call, or reasoning. Knows no requests.
@@ -34,8 +34,6 @@ class GrammarVocabulary:
     """Ids that end a text."""
     stops: Words
     """The mask of `stop_ids`."""
-    plain: Words
-    """The mask of ordinary text: neither added tokens nor those that end it."""
 
 
 def build_vocabulary(definition: dict[str, Any], vocab_size: int, stop_ids: tuple[int, ...]) -> GrammarVocabulary:
@@ -48,12 +46,10 @@ def build_vocabulary(definition: dict[str, Any], vocab_size: int, stop_ids: tupl
         "padding": None,
     }
     tokenizer = LLTokenizer(json.dumps(whole), n_vocab=vocab_size, eos_token=list(stop_ids))
-    others = {int(token["id"]) for token in added} | set(stop_ids)
     return GrammarVocabulary(
         tokenizer=tokenizer,
         stop_ids=frozenset(stop_ids),
         stops=mask_of(stop_ids, vocab_size),
-        plain=mask_of((i for i in range(vocab_size) if i not in others and tokenizer.decode_bytes([i])), vocab_size),
     )
 
 

@@ -294,7 +294,7 @@ class InlineEngine:
         return fn(self.engine)
 
     async def ready(self, grammar):
-        assert grammar is None
+        assert not grammar
 
     def post(self, fn, *, always=False):
         fn(self.engine)
@@ -329,7 +329,7 @@ class EngineOnThread:
         return await answer
 
     async def ready(self, grammar):
-        assert grammar is None
+        assert not grammar
 
     def post(self, fn, *, always=False):
         self._jobs.put(fn)

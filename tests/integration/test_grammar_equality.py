@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from core.request import FinishReason, Grammar, SamplingParams
+from core.request import FinishReason, SamplingParams
 from engine.config import SpeculationConfig
 from tests.fakes.drafting import DraftingModel
 from tests.fakes.engine_rig import request_of
@@ -32,9 +32,9 @@ SCHEMA = {
 }
 SPACE = {"whitespace_pattern": r"[ ]{0,1}"}
 GRAMMARS = {
-    "schema": Grammar(text=LLMatcher.grammar_from_json_schema(SCHEMA, overrides=SPACE)),
-    "regex": Grammar(text=LLMatcher.grammar_from_regex(r"[a-c]{3,9}-[0-9]{2}")),
-    "reasoning": Grammar(text=LLMatcher.grammar_from_regex(r"(yes|no){1,4}!"), after=ord("q")),
+    "schema": LLMatcher.grammar_from_json_schema(SCHEMA, overrides=SPACE),
+    "regex": LLMatcher.grammar_from_regex(r"[a-c]{3,9}-[0-9]{2}"),
+    "reasoning": "start: thought /(yes|no){1,4}!/\nthought[lazy]: /(.|\\n)*q/",
 }
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "seeded": SamplingParams(temperature=1.0, seed=77)}
 LIMIT = 120
@@ -167,7 +167,7 @@ def test_a_grammar_that_outgrows_its_budget_ends_its_own_request_only(plain):
     text = 'start: "a" x\n' + "x: " + " | ".join(f'y{i} "b" x' for i in range(2500)) + ' | "c"\n'
     text += "\n".join(f'y{i}: "a"' for i in range(2500)) + "\n"
     with ModelRig(MODEL) as rig:
-        bad = rig.engine.submit(ask(Grammar(text=text), SAMPLINGS["greedy"]), FAR)
+        bad = rig.engine.submit(ask(text, SAMPLINGS["greedy"]), FAR)
         good = rig.engine.submit(ask(GRAMMARS["schema"], SAMPLINGS["greedy"]), FAR)
         rig.run()
         assert rig.sink.failed[bad].error.code == "invalid_request"
@@ -209,6 +209,6 @@ def objects(inner):
 def test_every_schema_is_followed(schema, seed):
     with ModelRig(MODEL) as rig:
         text = LLMatcher.grammar_from_json_schema(schema, overrides=SPACE)
-        tokens, reason = run(rig, ask(Grammar(text=text), SamplingParams(temperature=1.5, seed=seed), limit=300))
+        tokens, reason = run(rig, ask(text, SamplingParams(temperature=1.5, seed=seed), limit=300))
     if reason is FinishReason.STOP:
         jsonschema.validate(json.loads(text_of(tokens)), schema)

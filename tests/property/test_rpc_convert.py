@@ -13,7 +13,7 @@ from core.errors import BadRequest
 from core.handover import TokenLogprobs
 from core.kv import PageRef
 from core.lifecycle import State
-from core.request import Floors, GenerateRequest, Grammar, MmItem, SamplingParams, StopRules
+from core.request import Floors, GenerateRequest, MmItem, SamplingParams, StopRules
 from core.rpc.convert import handover as convert_handover
 from core.rpc.convert import request as convert_request
 from core.rpc.convert import stream as convert_stream
@@ -72,7 +72,7 @@ REQUEST = st.builds(
     lora=TEXT,
     traceparent=TEXT,
     mm_items=tuples(st.builds(MmItem, digest=BYTES, start=U32, end=U32, height=U32, width=U32, pixels=BYTES), 2),
-    grammar=st.none() | st.builds(Grammar, text=TEXT, after=st.integers(-1, 2**31 - 1)),
+    grammar=TEXT,
 )
 FLOORS = st.builds(Floors, encoder_floor=U32, decoder_floor=U32, hits=tuples(U32))
 TARGET = st.none() | st.builds(stream.PrefillTarget, worker_id=TEXT, address=TEXT, incarnation=TEXT)

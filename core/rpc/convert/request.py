@@ -8,7 +8,7 @@ from core.errors import BadRequest
 from core.handover import TokenLogprobs
 from core.ids import PageHash, RequestId
 from core.lifecycle import State
-from core.request import Floors, GenerateRequest, Grammar, MmItem, SamplingParams, StopRules
+from core.request import Floors, GenerateRequest, MmItem, SamplingParams, StopRules
 from core.worker import Load
 from tandem.v1 import types_pb2 as pb
 
@@ -46,7 +46,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
             )
             for item in request.mm_items
         ],
-        grammar=None if request.grammar is None else pb.Grammar(text=request.grammar.text, after=request.grammar.after),
+        grammar=request.grammar,
     )
 
 
@@ -83,9 +83,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
             )
             for item in message.mm_items
         ),
-        grammar=Grammar(text=message.grammar.text, after=message.grammar.after)
-        if message.HasField("grammar")
-        else None,
+        grammar=message.grammar,
     )
 
 

@@ -122,29 +122,6 @@ class StopRules(_message.Message):
 Global___StopRules: _TypeAlias = StopRules  # noqa: Y015
 
 @_typing.final
-class Grammar(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    AFTER_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    after: _builtins.int
-    """Id behind which it begins; -1: at once."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-        after: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
-
-@_typing.final
 class MmItem(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,6 +223,8 @@ class GenerateRequest(_message.Message):
     decoder_floor: _builtins.int
     floor_hit_tokens: _builtins.int
     lora: _builtins.str
+    grammar: _builtins.str
+    """In llguidance's words; empty: free text."""
     traceparent: _builtins.str
     """W3C trace context of the span that sent it; empty: no trace."""
     @_builtins.property
@@ -260,8 +239,6 @@ class GenerateRequest(_message.Message):
     def mm_items(self) -> _containers.RepeatedCompositeFieldContainer[Global___MmItem]: ...
     @_builtins.property
     def floor_earlier_hits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def grammar(self) -> Global___Grammar: ...
     def __init__(
         self,
         *,
@@ -284,10 +261,10 @@ class GenerateRequest(_message.Message):
         lora: _builtins.str = ...,
         mm_items: _abc.Iterable[Global___MmItem] | None = ...,
         floor_earlier_hits: _abc.Iterable[_builtins.int] | None = ...,
-        grammar: Global___Grammar | None = ...,
+        grammar: _builtins.str = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "decoder_floor", b"decoder_floor", "encoder_floor", b"encoder_floor", "floor_earlier_hits", b"floor_earlier_hits", "floor_hit_tokens", b"floor_hit_tokens", "grammar", b"grammar", "lora", b"lora", "mm_items", b"mm_items", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "page_hashes", b"page_hashes", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
