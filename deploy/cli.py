@@ -19,7 +19,8 @@ from core.config import load
 from core.errors import ConfigError, TandemError
 from core.lifecycle import EXIT_PREFLIGHT
 from deploy.demo import run_demo
-from deploy.doctor import run_doctor
+from deploy.doctor import findings, run_doctor
+from deploy.doctor_transfer import judge, look
 from deploy.local.control import ask
 from deploy.local.models import cache_directory, model_directory
 from deploy.local.session import Session
@@ -92,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--transfer", default="auto")
     demo.add_argument("--question", default="What is the capital of France? Answer in one sentence.")
     demo.set_defaults(run=_demo)
-    add("doctor", "check this machine and say what is missing").set_defaults(run=_doctor)
+    doctor = add("doctor", "check this machine and say what is missing")
+    doctor.add_argument("--transfer", action="store_true", help="look at what moving KV needs, instead")
+    doctor.set_defaults(run=_doctor)
     for name, module in SERVICE_MODULES.items():
         commands.add_parser(name, help=f"run one {name} process (python -m {module} --config FILE --set a.b=c)")
     return parser
@@ -171,8 +174,8 @@ def _down(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    return run_doctor(_say)
+def _doctor(options: argparse.Namespace) -> int:
+    return run_doctor(_say, judge(look()) if options.transfer else findings())
 
 
 def _demo(options: argparse.Namespace) -> int:

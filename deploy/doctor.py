@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -102,9 +102,8 @@ def findings() -> list[Finding]:
     ]
 
 
-def run_doctor(say: Callable[[str], None]) -> int:
-    """Print all findings; 1 if one of them is a problem."""
-    found = findings()
+def run_doctor(say: Callable[[str], None], found: Sequence[Finding]) -> int:
+    """Print findings; 1 if one of them is a problem."""
     for finding in found:
         say(f"{finding.level:8}{finding.text}")
     return 1 if any(f.level == "problem" for f in found) else 0
