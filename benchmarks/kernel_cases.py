@@ -1,0 +1,229 @@
+"""The cases of every kernel: what CI runs in the interpreter and compiles, and what a GPU checks and times."""
+
+import torch
+
+from benchmarks.kernel_case import (
+    NEAR_BF16,
+    Case,
+    Inputs,
+    close,
+    exact,
+    few_bytes,
+    normal,
+    packed,
+    poisoned,
+    size_of,
+    turns,
+)
+from engine.kernels.reference.formats import decode_q4, q4, q8, thirds
+
+EPS = 1e-20
+Size = dict[str, int]
+
+
+def weights(g: torch.Generator, *shape: int) -> torch.Tensor:
+    """Return float32 norm weights around one."""
+    return 1 + 0.1 * torch.randn(*shape, generator=g, device=g.device)
+
+
+def places(g: torch.Generator, rows: int, records: int, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return distinct (record, at) int64 [rows]."""
+    chosen = torch.randperm(records * each, generator=g, device=g.device)[:rows]
+    return chosen // each, chosen % each
+
+
+def _rms_quantize(g: torch.Generator, size: Size) -> Inputs:
+    x, w = normal(g, size["t"], size["d"]), weights(g, size["d"])
+    x[0] = 0
+    return Inputs((x, w, EPS), least_bytes=2 * size_of(x) + x.numel() * 33 // 32 + size_of(w))
+
+
+def _codes_of_y(outputs: tuple[torch.Tensor, ...]) -> str | None:
+    """Codes and scales are exactly those of the bfloat16 output."""
+    *_, y, codes, scales = outputs
+    want = q8(y)
+    return exact(codes, want[0]) or exact(scales, want[1])
+
+
+def _store_window(g: torch.Generator, size: Size) -> Inputs:
+    t, ring = size["t"], 134
+    rows = poisoned(size["records"], ring, 528, stride=40 * ring * 528, device=g.device)
+    record, at = places(g, t, size["records"], ring)
+    record[::7] = -1
+    x, w = normal(g, t, 512), weights(g, 512)
+    cos, sin = turns(g, t)
+    return Inputs(
+        (x, w, cos, sin, record, at, rows, EPS),
+        written=(6,),
+        least_bytes=size_of(x, cos, sin, record, at) + t * 528,
+    )
+
+
+def _commit_ring(g: torch.Generator, size: Size) -> Inputs:
+    k, ring = size["k"], 134
+    rows = poisoned(size["records"], ring, 528, stride=40 * ring * 528, device=g.device)
+    source = torch.randint(0, 255, (2 * k, 528), dtype=torch.uint8, generator=g, device=g.device)
+    tokens = torch.randperm(2 * k, generator=g, device=g.device)[:k]
+    record, at = places(g, k, size["records"], ring)
+    return Inputs((source, tokens, record, at + 2 * ring, rows), written=(4,), least_bytes=k * (2 * 528 + 24))
+
+
+def _store_entries(g: torch.Generator, size: Size) -> Inputs:
+    n, m, each = size["n"], size["m"], 256 // size["m"]
+    pages = -(-n // each) + 1
+    stride = each * (288 + 68)
+    parts = [poisoned(pages, each, width, stride=stride, device=g.device) for width in (288, 64, 4)]
+    pending = torch.randn(n * m + 1, m, 512, generator=g, device=g.device)
+    index = torch.randperm(n * m + 1, generator=g, device=g.device)[: n * m].view(n, m)
+    norm, key_norm = weights(g, 512), weights(g, 128)
+    wk = (torch.randn(128, 512, generator=g, device=g.device) * 512**-0.5).bfloat16()
+    cos, sin = turns(g, n)
+    page, at = places(g, n, pages, each)
+    return Inputs(
+        (pending, index, norm, wk, key_norm, cos, sin, page, at, *parts, EPS),
+        written=(9, 10, 11),
+        least_bytes=size_of(pending, index, wk, cos, sin, page, at) + n * 356,
+    )
+
+
+def _mix_streams(g: torch.Generator, size: Size) -> Inputs:
+    t, d = size["t"], size["d"]
+    y, x = normal(g, t, d), normal(g, t, 4, d)
+    post, pre, comb = (torch.rand(t, *shape, generator=g, device=g.device) for shape in ((4,), (4,), (4, 4)))
+    moved = size_of(y, x, post, pre, comb) + size_of(x, y) + t * d * 33 // 32
+    return Inputs((y, x, post, comb, pre, weights(g, d), EPS), least_bytes=moved)
+
+
+def _stream_coefficients(g: torch.Generator, size: Size) -> Inputs:
+    t, d = size["t"], size["d"]
+    x = normal(g, t, 4, d)
+    fn = thirds(torch.randn(24, 4 * d, generator=g, device=g.device) * (4 * d) ** -0.5)
+    scale, base = weights(g, 3), 0.3 * torch.randn(24, generator=g, device=g.device)
+    moved = size_of(x, fn) + t * 24 * 4
+    return Inputs((x, fn, scale, base, EPS, 1e-6), least_bytes=moved, flops=2.0 * t * 4 * d * 24)
+
+def _index_scores(g: torch.Generator, size: Size) -> Inputs:
+    b, each, n, per_page = size["b"], size["rows"], size["n"], 256 // size["m"]
+    held = -(-n // per_page)
+    heads, weight = index_queries(g, b * each)
+    stride = per_page * 68
+    codes, scales = (poisoned(b * held + 1, per_page, width, stride=stride, device=g.device) for width in (64, 4))
+    codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=g, device=g.device))
+    scales.copy_(torch.randint(120, 130, scales.shape, dtype=torch.uint8, generator=g, device=g.device))
+    pages = 1 + torch.randperm(b * held, generator=g, device=g.device).view(b, held).int()
+    last = torch.full((b, 1), n, device=g.device) - torch.arange(b, device=g.device)[:, None] % 7
+    visible = (last - torch.arange(each - 1, -1, -1, device=g.device)).clamp(min=0).int().flatten()
+    scores = torch.full((b * each, held * per_page), torch.nan, device=g.device)
+    read = b * n * 68 + size_of(heads, weight) + b * each * n * 4
+    return Inputs(
+        (heads, weight, codes, scales, pages, visible, scores),
+        written=(6,),
+        least_bytes=read,
+        flops=2.0 * b * each * n * 32 * 128,
+    )
+
+
+def index_queries(g: torch.Generator, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return heads bfloat16 [rows, 32, 128] of the index format, and their weights float32, some negative."""
+    heads = decode_q4(*q4(torch.randn(rows, 32, 128, generator=g, device=g.device))).bfloat16()
+    return heads, (0.5 + torch.randn(rows, 32, generator=g, device=g.device)) / 64
+
+
+def _scores_close(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    """Scores of float32 sums in another order; what is not visible is left alone (it was NaN)."""
+    if not torch.equal(got.isnan(), want.isnan()):
+        return "another set of scores is written"
+    return close(1e-5, 2e-5)(got.nan_to_num(), want.nan_to_num())
+
+
+def _select_top(g: torch.Generator, size: Size) -> Inputs:
+    t, n, block = size["t"], size["n"], size.get("block", 1)
+    scores = torch.randn(t, n, generator=g, device=g.device)
+    # Many ties, among them around the border; some scores that may not be chosen.
+    scores = torch.where(scores > 0.5, (scores * 16).round() / 16, scores)
+    scores[:, 5::97] = -torch.inf
+    if block == 1:
+        scores[:, 3::89] = torch.nan
+    visible = (torch.full((t,), n, device=g.device) - 3 * torch.arange(t, device=g.device)).clamp(min=0).int()
+    visible[t // 2] = min(n, size["k"] * block // 2)
+    return Inputs((scores, visible, size["k"], block), least_bytes=t * n * 4 + t * size["k"] * 4)
+
+
+FLOAT = close(2e-5, 2e-6)
+"""float32 products in another order, through sigmoids and twenty normalisations."""
+
+CASES = (
+    Case(
+        "rms_quantize",
+        _rms_quantize,
+        (NEAR_BF16, few_bytes(0.01), few_bytes(0.01)),
+        small=({"t": 3, "d": 256}, {"t": 1, "d": 1056}),
+        large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}, {"t": 8192, "d": 1280}),
+        consistent=_codes_of_y,
+    ),
+    Case(
+        "store_window",
+        _store_window,
+        (packed(512, 8, 32),),
+        small=({"t": 1, "records": 1}, {"t": 9, "records": 2}),
+        large=({"t": 64, "records": 64}, {"t": 1536, "records": 256}, {"t": 8192, "records": 256}),
+    ),
+    Case(
+        "commit_ring",
+        _commit_ring,
+        (exact,),
+        small=({"k": 1, "records": 1}, {"k": 7, "records": 2}),
+        large=({"k": 134, "records": 256}, {"k": 8192, "records": 256}),
+    ),
+    Case(
+        "store_entries",
+        _store_entries,
+        (packed(512, 4, 16), few_bytes(0.01), few_bytes(0.01)),
+        small=({"n": 1, "m": 2}, {"n": 19, "m": 1}, {"n": 5, "m": 2}),
+        large=({"n": 64, "m": 2}, {"n": 4096, "m": 2}, {"n": 8192, "m": 1}),
+    ),
+    Case(
+        "mix_streams",
+        _mix_streams,
+        (exact, NEAR_BF16, few_bytes(0.01), few_bytes(0.01)),
+        small=({"t": 2, "d": 96}, {"t": 1, "d": 1056}),
+        large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}),
+        consistent=_codes_of_y,
+    ),
+    Case(
+        "stream_coefficients",
+        _stream_coefficients,
+        (FLOAT, FLOAT, FLOAT),
+        small=({"t": 3, "d": 512},),
+        large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}),
+    ),
+    Case(
+        "index_scores",
+        _index_scores,
+        (_scores_close,),
+        small=({"b": 2, "rows": 1, "n": 130, "m": 2}, {"b": 1, "rows": 3, "n": 300, "m": 1}),
+        large=(
+            {"b": 8, "rows": 1, "n": 65536, "m": 2},
+            {"b": 32, "rows": 1, "n": 65536, "m": 2},
+            {"b": 8, "rows": 4, "n": 65536, "m": 2},
+            {"b": 8, "rows": 1, "n": 131072, "m": 1},
+            {"b": 64, "rows": 1, "n": 4096, "m": 2},
+        ),
+        compiled=({"b": 2, "rows": 1, "n": 256, "m": 2}, {"b": 2, "rows": 4, "n": 256, "m": 2}),
+    ),
+    Case(
+        "select_top",
+        _select_top,
+        (exact,),
+        small=({"t": 3, "n": 700, "k": 64}, {"t": 2, "n": 40, "k": 64}, {"t": 2, "n": 9000, "k": 64}, {"t": 3, "n": 999, "k": 16, "block": 8}),
+        large=(
+            {"t": 8, "n": 65536, "k": 512},
+            {"t": 48, "n": 65536, "k": 512},
+            {"t": 8, "n": 131072, "k": 512},
+            {"t": 8, "n": 131072, "k": 2048, "block": 8},
+            {"t": 64, "n": 4096, "k": 512},
+            {"t": 1, "n": 1048576, "k": 512},
+        ),
+        compiled=({"t": 2, "n": 65536, "k": 512}, {"t": 2, "n": 131072, "k": 2048, "block": 8}),
+    ),
+)

@@ -1,0 +1,168 @@
+# pyright: basic
+"""Compiles every kernel for chips that need not be here, from the very launches that the launchers make.
+
+A launch on CPU tensors is caught before the driver and gives signature, constants and options. What came out is a fact
+sheet per launch and chip (matrix instructions, registers spilled, shared memory), kept by a hash of source, constants and
+compiler: `python -m benchmarks.kernel_compile --update FILE` compiles only what is not there.
+"""
+
+import argparse
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks.kernel_case import Case
+from benchmarks.kernel_cases import CASES
+from engine.kernels.ops import TRITON
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+MATRIX = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx950": r"v_mfma"}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+_TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bool: "*i1",
+    torch.uint32: "*u32", torch.float8_e4m3fn: "*fp8e4nv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as one call compiles it."""
+
+    function: JITFunction
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[int, ...]
+    options: dict[str, Any]
+
+    def key(self, chip: str) -> str:
+        """Return what identifies the compiled result."""
+        said = (self.function.cache_key, self.signature, sorted(self.constants.items()), self.aligned,
+                sorted(self.options.items()), chip, triton.__version__)  # fmt: skip
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+def caught(function: JITFunction, args: tuple[object, ...], keywords: dict[str, Any]) -> Launch:
+    """Describe a launch as Triton's own specialisation would."""
+    options = {"enable_fp_fusion": True} | {k: keywords.pop(k) for k in OPTIONS if k in keywords}
+    bound = inspect.signature(function.fn).bind(*args, **keywords).arguments
+    signature, constants, aligned = {}, {}, []
+    for i, parameter in enumerate(function.params):
+        value = bound[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                aligned.append(i)
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                aligned.append(i)
+    return Launch(function, signature, constants, tuple(aligned), options)
+
+
+def launches(case: Case, size: dict[str, int]) -> list[Launch]:
+    """Return the launches of an op at a size, without running them."""
+    found: list[Launch] = []
+
+    def catch(self: JITFunction, *args: object, grid: object, warmup: bool, **keywords: Any) -> None:  # noqa: ARG001
+        found.append(caught(self, args, keywords))
+
+    inputs = case.make(torch.Generator("cpu").manual_seed(0), size)
+    run, JITFunction.run = JITFunction.run, catch
+    try:
+        TRITON.load(case.op)(*inputs.args)
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def facts(launch: Launch, chip: str) -> dict[str, Any]:
+    """Compile a launch for a chip; raises what the compiler raises."""
+    target = TARGETS[chip]
+    constants = launch.constants | ({"PTX": False} if chip == "gfx950" and "PTX" in launch.constants else {})
+    source = ASTSource(
+        fn=launch.function,
+        signature=launch.signature,
+        constexprs={(i,): constants[n] for i, n in enumerate(launch.signature) if n in constants},
+        attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
+    )
+    options = {k: v for k, v in launch.options.items() if chip != "gfx950" or k != "maxnreg"}
+    made = triton.compile(source, target=target, options=options)
+    text = made.asm.get("ptx") or made.asm["amdgcn"]
+    pattern = MATRIX.get(chip, MATRIX["sm_100"])
+    matrix = sorted(set(re.findall(pattern, text)))
+    found = {"kernel": launch.function.__name__, "chip": chip, "matrix": matrix, "shared": made.metadata.shared}
+    if "dot" in made.asm["ttgir"] and not matrix:
+        found["product_without_matrix_unit"] = True
+    return found
+
+
+@functools.cache
+def wanted() -> list[tuple[str, Launch]]:
+    """Return each distinct launch of the real sizes, with its op."""
+    found: dict[str, tuple[str, Launch]] = {}
+    for case in CASES:
+        for size in case.compiled or case.large[:1]:
+            for launch in launches(case, size):
+                found.setdefault(launch.key(""), (case.op, launch))
+    return list(found.values())
+
+
+def _task(at: tuple[int, str]) -> tuple[str, dict[str, Any]]:
+    op, launch = wanted()[at[0]]
+    return launch.key(at[1]), {"op": op, **facts(launch, at[1])}
+
+
+def update(known: dict[str, Any], chips: tuple[str, ...], workers: int = 2) -> dict[str, Any]:
+    """Return the facts of all wanted launches on the chips: known ones as they are, others compiled now."""
+    todo, kept = [], {}
+    for i, (_, launch) in enumerate(wanted()):
+        for chip in chips:
+            key = launch.key(chip)
+            if key in known:
+                kept[key] = known[key]
+            else:
+                todo.append((i, chip))
+    if len(todo) < 3:
+        return kept | dict(map(_task, todo))
+    with ProcessPoolExecutor(workers) as pool:
+        return kept | dict(pool.map(_task, todo))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update", type=Path, required=True)
+    parser.add_argument("--chips", default=",".join(TARGETS))
+    options = parser.parse_args()
+    known = json.loads(options.update.read_text()) if options.update.exists() else {}
+    made = update(known, tuple(options.chips.split(",")))
+    rows = sorted(made.items(), key=lambda row: (row[1]["op"], row[1]["kernel"], row[1]["chip"]))
+    options.update.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in rows) + "\n}\n")
+    for _, row in rows:
+        print(row["op"], row["kernel"], row["chip"], *row["matrix"], f"{row['shared']} B shared")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+# pyright: basic
+"""Checks and times every kernel on a GPU beside its limit and its peers, and writes one record.
+
+``python -m benchmarks.kernels_gpu --out kernels.json [--compiled] [op ...]``: correctness at the real sizes first (a
+kernel that is wrong is not timed), then microseconds, share of the limit, `torch.compile` of the reference, and the
+public kernels that are installed. The limit is the larger of bytes over the copy bandwidth and operations over the matrix
+rate, both measured in the same run.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+from benchmarks.kernel_case import Case
+from benchmarks.kernel_cases import CASES
+from benchmarks.kernel_checks import check
+from benchmarks.kernel_peers import PEERS
+from benchmarks.kernel_timing import REPLAYS, copy_bandwidth, matmul_flops, sets_for, time_us
+from engine.kernels.ops import REFERENCE, TRITON
+
+
+def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, compiled: bool) -> dict[str, object]:
+    """Check and time one op at one size."""
+    row: dict[str, object] = {"op": case.op, "size": size}
+    if wrong := check(case, size, "cuda", seed=int(time.time())):
+        return row | {"wrong": wrong}
+    generator = torch.Generator("cuda").manual_seed(1)
+    first = case.make(generator, size)
+    inputs = [first, *(case.make(generator, size) for _ in range(sets_for(first.least_bytes) - 1))]
+    floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
+    kernel = TRITON.load(case.op)
+    us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs])
+    row |= {"us": us, "us_p90": p90, "least_bytes": first.least_bytes, "flops": first.flops, "floor_us": floor,
+            "of_limit": floor / us, "copy_share": first.least_bytes / limits["copy"] * 1e6 / us, "input_sets": len(inputs)}  # fmt: skip
+    if compiled:
+        row["torch_compile_us"] = peer(lambda: _compiled(case, inputs))
+    for name, run in PEERS.get(case.op, {}).items():
+        row[name] = peer(lambda run=run: run(inputs, size))
+    return row
+
+
+def _compiled(case: Case, inputs: list) -> float:
+    torch._dynamo.reset()
+    function = torch.compile(REFERENCE.load(case.op), dynamic=False)
+    function(*inputs[0].args)
+    return time_us([lambda i=i: function(*i.args) for i in inputs[:4]], 20)[0]
+
+
+def peer(run) -> object:
+    """Return a peer's microseconds, or why it did not run."""
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001 - a peer that fails is a row, not the end
+        torch.cuda.synchronize()
+        return f"did not run: {type(error).__name__}: {str(error)[:200]}"
+
+
+def shown(row: dict[str, object]) -> str:
+    numbers = {
+        k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k not in ("least_bytes", "flops")
+    }
+    return " ".join(f"{k}={v}" for k, v in numbers.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("ops", nargs="*")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    limits = {"copy": copy_bandwidth(), **matmul_flops()}
+    torch.cuda.empty_cache()
+    print("limits", {k: f"{v:.4g}" for k, v in limits.items()}, flush=True)
+    rows = []
+    for case in CASES:
+        for size in case.large if not options.ops or case.op in options.ops else ():
+            try:
+                rows.append(measured(case, size, limits, compiled=options.compiled))
+            except Exception:  # noqa: BLE001 - one kernel's failure must not cost the others' run
+                rows.append({"op": case.op, "size": size, "failed": traceback.format_exc()[-1500:]})
+            print(shown(rows[-1]), flush=True)
+    gpu = torch.cuda.get_device_properties(0)
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m benchmarks.kernels_gpu", *options.ops, *(["--compiled"] if options.compiled else [])]),
+        "commit": options.commit,
+        "machine": {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
+                    "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]},
+        "note": f"one process; median and 90th percentile of {REPLAYS} graph replays over rotating inputs; limits measured in the run",
+        "limits_per_s": limits,
+        "seconds": time.perf_counter() - begun,
+        "result": rows,
+    }  # fmt: skip
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if any("wrong" in row or "failed" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+# pyright: basic
+"""What the running compiler can be told."""
+
+import torch
+import triton
+
+
+def speaks_ptx() -> bool:
+    """Return whether kernels may hold PTX: not under AMD's compiler and not in the interpreter."""
+    return torch.version.hip is None and not triton.knobs.runtime.interpret

@@ -1,0 +1,39 @@
+# pyright: basic, reportArgumentType=false
+"""Ring commit: the last packed rows of a chunk move to where later steps read them."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _commit_ring(
+    PACKED, TOKENS, RECORD, POSITIONS, RING, count, capacity, record_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = row < count
+    token = tl.load(TOKENS + row, mask=exists, other=0)
+    slot = tl.load(POSITIONS + row, mask=exists, other=0) % capacity
+    record = tl.load(RECORD + row, mask=exists, other=0)
+    word = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (word < WIDTH)
+    values = tl.load(PACKED + (token * WIDTH)[:, None] + word, mask=inside)
+    tl.store(RING + (record * record_stride + slot * WIDTH)[:, None] + word, values, mask=inside)
+
+
+def commit_ring(
+    packed: torch.Tensor, tokens: torch.Tensor, record: torch.Tensor, positions: torch.Tensor, ring: torch.Tensor
+) -> None:
+    """Copy `packed[tokens[i]]` to `ring[record[i], positions[i] % capacity]`.
+
+    `packed` uint8 [t, width] dense, width a multiple of 4; `tokens`, `record`, `positions` int64 [k], no place twice;
+    `ring` uint8 [rows, capacity, width], its last two axes dense.
+    """
+    width, tile = packed.shape[1] // 4, 4
+    assert ring.stride()[1:] == (ring.shape[2], 1)
+    words, slots = packed.view(torch.int32), ring.view(torch.int32)
+    _commit_ring[(triton.cdiv(len(tokens), tile),)](
+        words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), TILE=tile, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Index scan: scores of all visible entries from their paged four-bit keys; rows of one sequence share the reading.
+
+Entries are the rows of the matrix product, so that unpacked keys need not leave registers, and heads its columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.chip import speaks_ptx
+from engine.kernels.device import e8m0_bf16, fp4_values
+
+
+@triton.jit
+def _index_scores(
+    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
+    page_stride, code_stride, scale_stride, score_stride,
+    EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    sequence = tl.program_id(1)
+    row = tl.arange(0, PADDED)
+    seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
+    begin = block * (TILE * TILES)
+    num_tiles = tl.minimum(tl.cdiv(tl.max(seen, axis=0) - begin, TILE), TILES)
+    column = tl.arange(0, PADDED * H)
+    used = column < EACH * H
+    at = sequence * (EACH * H) + column
+    weight = tl.load(WEIGHTS + at, mask=used, other=0.0)
+    query = HEADS + at[None, :] * KEY + 2 * tl.arange(0, KEY // 2)[:, None]
+    query_even = tl.load(query, mask=used[None, :], other=0.0)
+    query_odd = tl.load(query + 1, mask=used[None, :], other=0.0)
+    inside = tl.arange(0, TILE)
+    group = tl.arange(0, KEY // 32)
+    byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    for tile in tl.range(0, num_tiles):
+        first = begin + tile * TILE
+        page = tl.load(PAGES + sequence * page_stride + first // PER_PAGE)
+        entry = first % PER_PAGE + inside
+        codes = tl.load(CODES + page * code_stride + entry[:, None, None] * (KEY // 2) + byte)
+        scales = tl.load(SCALES + page * scale_stride + entry[:, None] * (KEY // 32) + group[None, :])
+        spread = tl.broadcast_to(tl.expand_dims(e8m0_bf16(scales), 2), (TILE, KEY // 32, 16))
+        even, odd = fp4_values(codes, spread, PTX)
+        products = tl.dot(tl.reshape(even, (TILE, KEY // 2)), query_even)
+        products = tl.dot(tl.reshape(odd, (TILE, KEY // 2)), query_odd, products)
+        products = tl.maximum(products, 0.0) * weight[None, :]
+        scores = tl.sum(tl.reshape(products, (TILE, PADDED, H)), axis=2)
+        where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + (first + inside)[:, None]
+        tl.store(where, scores, mask=(first + inside)[:, None] < seen[None, :])
+
+
+def index_scores(
+    heads: torch.Tensor,
+    weights: torch.Tensor,
+    key_codes: torch.Tensor,
+    key_scales: torch.Tensor,
+    pages: torch.Tensor,
+    visible: torch.Tensor,
+    scores: torch.Tensor,
+) -> None:
+    """Store `scores[i, j]` = sum over heads of weight * relu(query . key j) for j < visible[i]; others stay as they are.
+
+    `heads` bfloat16 [t, h, w] (values of the index format), `weights` float32 [t, h], t = b * rows of each sequence,
+    sequence by sequence; `key_codes` uint8 [pages, e, w / 2], `key_scales` uint8 [pages, e, w / 32], parts of KV memory,
+    their last two axes dense, e a multiple of 128; `pages` int32 or int64 [b, p]; `visible` int32 [t]; `scores` float32
+    [t, n], n >= p * e. Products are exact; sums are float32.
+    """
+    rows, num_heads, width = heads.shape
+    each = rows // len(pages)
+    padded = triton.next_power_of_2(each)
+    per_page, tile, tiles = key_codes.shape[1], 128, 8
+    grid = (triton.cdiv(pages.shape[1] * per_page, tile * tiles), len(pages))
+    _index_scores[grid](
+        heads, weights, key_codes, key_scales, pages, visible, scores,
+        pages.stride(0), key_codes.stride(0), key_scales.stride(0), scores.stride(0),
+        EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=tile, TILES=tiles, PTX=speaks_ptx(),
+        num_warps=4 if padded <= 2 else 8, num_stages=3,
+    )  # fmt: skip

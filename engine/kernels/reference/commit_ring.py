@@ -1,0 +1,10 @@
+"""Specification of `engine.kernels.commit_ring`."""
+
+import torch
+
+
+def commit_ring(
+    packed: torch.Tensor, tokens: torch.Tensor, record: torch.Tensor, positions: torch.Tensor, ring: torch.Tensor
+) -> None:
+    """Copy some rows of a chunk into the ring; see the kernel for shapes."""
+    ring[record, positions % ring.shape[1]] = packed[tokens]

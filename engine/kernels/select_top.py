@@ -1,0 +1,109 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Exact selection of the best k of many scores, in ascending order, ties to the lowest column.
+
+Scores become unsigned integers of the same order. A program holds a chunk of them in registers, finds the k-th largest
+by two bits at a time, counts of all elements deciding, and writes its chunk's best in order. What is left is selected
+from again until one chunk is left: the best k of all are among the best k of every chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _ordered(score):
+    """Return uint32 that order as finite float32 scores do; 0 for what is not finite."""
+    bits = score.to(tl.int32, bitcast=True)
+    flipped = bits ^ ((bits >> 31) | -2147483648)
+    return tl.where(tl.abs(score) < float("inf"), flipped, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _kth(key, K: tl.constexpr):
+    """Return the K-th largest of uint32 [CHUNK]; 0 if fewer are above 0."""
+    found = tl.full((), 0, tl.uint32)
+    for step in tl.static_range(16):
+        unit = tl.full((), 1 << (30 - 2 * step), tl.uint32)
+        one = (key >= found + unit).to(tl.int64)
+        two = (key >= found + unit + unit).to(tl.int64)
+        three = (key >= found + unit + unit + unit).to(tl.int64)
+        counts = tl.sum(one + (two << 20) + (three << 40), axis=0)
+        up = ((counts & 0xFFFFF) >= K).to(tl.uint32) + (((counts >> 20) & 0xFFFFF) >= K).to(tl.uint32)
+        found += (up + ((counts >> 40) >= K).to(tl.uint32)) * unit
+    return found
+
+
+@triton.jit
+def _select(
+    SCORES, KEYS, IDS, VISIBLE, OUT_KEYS, OUT_IDS, size, score_stride, in_stride, out_stride,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    if FIRST:
+        seen = tl.load(VISIBLE + row)
+        if BLOCK == 1:
+            key = _ordered(tl.load(SCORES + row * score_stride + at, mask=at < seen, other=float("-inf")))
+        else:
+            place = at[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            each = _ordered(tl.load(SCORES + row * score_stride + place, mask=place < seen, other=float("-inf")))
+            key = tl.max(each, axis=1)
+            # The block of the newest entry always belongs.
+            key = tl.where((seen > 0) & (at == (seen - 1) // BLOCK), 0xFFFFFFFF, key).to(tl.uint32)
+        ids = at
+    else:
+        key = tl.load(KEYS + row * in_stride + at, mask=at < size, other=0)
+        ids = tl.load(IDS + row * in_stride + at, mask=at < size, other=-1)
+    border = _kth(key, K)
+    above = key > border
+    equal = (key == border) & (key > 0)
+    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    through = tl.cumsum(both, axis=0)
+    before = through - both
+    total = tl.sum(both, axis=0)
+    free = K - (total & 0xFFFF)
+    equal_before = before >> 16
+    chosen = above | (equal & (equal_before < free))
+    place = (before & 0xFFFF) + tl.minimum(equal_before, free)
+    out = row * out_stride + chunk * K
+    tl.store(OUT_IDS + out + place, ids, mask=chosen)
+    filled = (total & 0xFFFF) + tl.minimum(total >> 16, free)
+    rest = tl.arange(0, WIDTH)
+    empty = (rest >= filled) & (rest < K)
+    tl.store(OUT_IDS + out + rest, tl.full((WIDTH,), -1, tl.int32), mask=empty)
+    if not LAST:
+        tl.store(OUT_KEYS + out + place, key, mask=chosen)
+        tl.store(OUT_KEYS + out + rest, tl.zeros((WIDTH,), tl.uint32), mask=empty)
+
+
+def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) -> torch.Tensor:
+    """Return int32 [t, k]: the best columns of every row in ascending order, -1 behind the last.
+
+    `scores` float32 [t, n], rows dense; `visible` int32 [t]: columns that count. Only finite scores can be chosen; equal
+    ones go to the lowest column. With `block` > 1 neighbouring columns are chosen together by their best score, numbers
+    are those of blocks, and the block of column visible - 1 is always chosen.
+    """
+    rows, size = scores.shape
+    size = triton.cdiv(size, block)
+    device = scores.device
+    keys = ids = scores
+    first = True
+    chunk = max(_CHUNK, 4 * triton.next_power_of_2(k))
+    while True:
+        chunks = triton.cdiv(size, chunk)
+        out_ids = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
+        out_keys = out_ids if chunks == 1 else torch.empty(rows, chunks * k, dtype=torch.uint32, device=device)
+        width = min(chunk, triton.next_power_of_2(size))
+        _select[(rows, chunks)](
+            scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), keys.stride(0), out_ids.stride(0),
+            K=k, WIDTH=triton.next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
+            num_warps=max(1, min(8, width // 512)),
+        )  # fmt: skip
+        if chunks == 1:
+            return out_ids
+        keys, ids, size, first = out_keys, out_ids, chunks * k, False

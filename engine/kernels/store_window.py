@@ -1,0 +1,59 @@
+# pyright: basic, reportArgumentType=false
+"""Window rows from their projection into their ring: norm, rotary embedding, quantization, packing, scatter."""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.device import q8_code, rotated
+
+
+@triton.jit
+def _store_window(
+    X, W, COS, SIN, RECORD, AT, ROWS, eps, count, record_stride,
+    D: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = row < count
+    at = tl.arange(0, D)
+    record = tl.load(RECORD + row, mask=exists, other=-1)
+    out = ROWS + record * record_stride + tl.load(AT + row, mask=exists, other=0) * WIDTH
+    kept = (record >= 0)[:, None]
+    turn = tl.arange(0, D // 2) - (D - ROPE) // 2
+    place = row[:, None] * (ROPE // 2) + turn
+    turns = exists[:, None] & (turn >= 0)
+    cos = tl.load(COS + place, mask=turns, other=1.0)
+    sin = tl.load(SIN + place, mask=turns, other=0.0)
+    x = tl.load(X + row[:, None].to(tl.int64) * D + at, mask=exists[:, None], other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    y = (tl.load(W + at) * (x * scale[:, None])).to(tl.bfloat16).to(tl.float32)
+    even, odd = tl.split(tl.reshape(y, (TILE, D // 2, 2)))
+    even, odd = rotated(even, odd, cos, sin)
+    codes, scales = q8_code(tl.reshape(tl.join(even, odd), (TILE, D // 32, 32)))
+    tl.store(out[:, None] + at, tl.reshape(codes, (TILE, D)), mask=kept)
+    tl.store(out[:, None] + D + tl.arange(0, D // 32), scales.to(tl.uint8), mask=kept)
+
+
+def store_window(
+    latents: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    record: torch.Tensor,
+    at: torch.Tensor,
+    rows: torch.Tensor,
+    eps: float,
+) -> None:
+    """Store [t, D] latents as rows of D e4m3 codes and D / 32 e8m0 scales at `rows[record, at]`.
+
+    `latents` bfloat16 [t, D] contiguous, D a power of two; `weight` float32 [D]; `cos`, `sin` float32 [t, r / 2] turn
+    the last r values; `record` (-1: store nothing), `at` int64 [t], no place twice; `rows` uint8 [n, capacity,
+    D + D / 32] whose last two axes are dense: a ring's part of KV memory, or the rows of one chunk as one record.
+    """
+    count, width = latents.shape
+    assert rows.stride()[1:] == (rows.shape[2], 1)
+    tile = 4
+    _store_window[(triton.cdiv(count, tile),)](
+        latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0),
+        D=width, ROPE=2 * cos.shape[1], WIDTH=rows.shape[2], TILE=tile, num_warps=4,
+    )  # fmt: skip
