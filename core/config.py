@@ -258,6 +258,9 @@ def native_environment(*, threads: int = 0) -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
     environment.setdefault("GRPC_VERBOSITY", "ERROR")
+    # NIXL and UCX: failures only; both print every connection otherwise. What steers them goes with each engine's options.
+    environment.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    environment.setdefault("UCX_LOG_LEVEL", "error")
     # Mooncake: how long a batch may hang (seconds; it takes 5 at least), and one line per failure only.
     environment.setdefault("MC_TRANSFER_TIMEOUT", "10")
     environment.setdefault("MC_LOG_LEVEL", "ERROR")

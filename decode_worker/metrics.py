@@ -3,8 +3,8 @@
 from core.engine_metrics import ENGINE_METRICS
 from core.exported import Exported
 from core.metrics import Metrics
-from kv_transfer.factory import BACKENDS
-from kv_transfer.statistics import STAGES, Observe
+from kv_transfer.factory import BACKENDS, NATIVE
+from kv_transfer.statistics import ENGINE_RESTARTS, STAGES, WORSE_WAYS, Observe
 
 _BY_TRANSPORT = (
     ("bytes_landed", "tandem_transfer_landed_bytes_total", "KV bytes that arrived."),
@@ -42,6 +42,21 @@ DECODE_METRICS = (
         Exported(f"transfer_{statistic}_{transport}", metric, text, ("transport", transport))
         for statistic, metric, text in _BY_TRANSPORT
         for transport in BACKENDS
+    ),
+    *(
+        Exported(
+            f"transfer_engine_restarts_{transport}",
+            "tandem_transfer_engine_restarts_total",
+            ENGINE_RESTARTS,
+            ("transport", transport),
+        )
+        for transport in NATIVE
+    ),
+    *(
+        Exported(
+            f"transfer_worse_ways_{transport}", "tandem_transfer_worse_ways_total", WORSE_WAYS, ("transport", transport)
+        )
+        for transport in NATIVE
     ),
     Exported("transfer_pulls", "tandem_transfer_pulls_total", "Hand-overs begun."),
     Exported("transfer_pulls_failed", "tandem_transfer_pulls_failed_total", "Hand-overs that failed."),

@@ -21,6 +21,8 @@ BACKENDS: Mapping[str, str] = {
     "tcp": "kv_transfer.backends.tcp",
 }
 
+NATIVE = ("mooncake", "mori", "nixl")
+"""Those over a native library, which count what they do about its failures."""
 SHARED_MEMORY = frozenset({"mooncake", "nixl", "shm"})
 """Those whose sources let another process map their pools: a reader, or their own sidecar."""
 

@@ -7,6 +7,8 @@ from kv_transfer.api import SupportsStatistics, Transport
 STAGES = ("prepare", "queue", "wire", "verify", "commit")
 """Of a pull: until the lease; until the last chunk and FINAL are told; until everything has landed; digests and row
 state; until the source's word that the lease held. Bytes that land while the source computes cost nothing of ``wire``."""
+ENGINE_RESTARTS = "Native engines opened again after a crash, or a fence that proved their reads over."
+WORSE_WAYS = "Connections by a slower way than the hosts allow, such as sockets where direct memory access is denied."
 Observe = Callable[[str, str, float], None]
 """(stage, transport, seconds)."""
 

@@ -2,6 +2,8 @@
 
 from core.engine_metrics import ENGINE_METRICS
 from core.exported import Exported
+from kv_transfer.factory import NATIVE
+from kv_transfer.statistics import ENGINE_RESTARTS
 
 PREFILL_METRICS = (
     *ENGINE_METRICS,
@@ -20,4 +22,13 @@ PREFILL_METRICS = (
     Exported("transfer_leased_pages", "tandem_transfer_leased_pages", "Pages under a lease."),
     Exported("transfer_unknown_messages", "tandem_transfer_unknown_messages_total", "Messages of unknown hand-overs."),
     Exported("transfer_rejects", "tandem_transfer_rejects_total", "Hand-overs that were refused."),
+    *(
+        Exported(
+            f"transfer_engine_restarts_{transport}",
+            "tandem_transfer_engine_restarts_total",
+            ENGINE_RESTARTS,
+            ("transport", transport),
+        )
+        for transport in NATIVE
+    ),
 )
