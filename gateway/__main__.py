@@ -5,9 +5,10 @@ import sys
 
 from core import log
 from core.config import dump
-from core.process import run_process
+from core.process import Departure, run_process
 from gateway.app import serve
 from gateway.config import GatewayConfig
+from gateway.processes import ProcessGroup
 
 try:
     from uvloop import new_event_loop
@@ -25,13 +26,21 @@ def configure(config: GatewayConfig) -> None:
 
 def main() -> int:
     """Run the process and return its exit code."""
+    argv = sys.argv[1:]
+
+    async def serve_all(config: GatewayConfig, departure: Departure) -> None:
+        if config.processes > 1:
+            await ProcessGroup(config, argv, departure).run()
+        else:
+            await serve(config, departure)
+
     return run_process(
         GatewayConfig,
-        sys.argv[1:],
+        argv,
         prog="gateway",
         configure=configure,
         budget_s=lambda config: config.drain.budget_s,
-        serve=serve,
+        serve=serve_all,
         loop_factory=new_event_loop,
     )
 

@@ -250,7 +250,7 @@ async def _open_membership(
     add_admin(server, admin)
     port = await server.start(config.membership.host, config.membership.port)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
-    return f"{config.membership.host}:{port}", server.health
+    return f"{config.membership.advertise_host or config.membership.host}:{port}", server.health
 
 
 async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure) -> None:

@@ -45,6 +45,8 @@ class MembershipSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Section `[membership]`: where workers register and operators ask."""
 
     host: str = "127.0.0.1"
+    advertise_host: str = ""
+    """Address that workers are told to connect to; empty: `host`."""
     port: Port = 9500
     siblings: tuple[str, ...] = ()
     """Membership addresses of the other gateway processes, told to every worker."""
@@ -82,6 +84,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     secret_file: str = ""
     """File with the cluster secret, equal for all processes. Empty: an open cluster."""
     log_level: str = "INFO"
+    processes: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Processes that share the HTTP port of this host; membership ports are consecutive from the configured one."""
     tls: TlsSection = TlsSection()
     model: ModelSection
     http: HttpSection = HttpSection()

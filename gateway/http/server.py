@@ -76,7 +76,12 @@ class HttpServer:
     async def start(self) -> None:
         """Bind and serve; `ConfigError` if the address cannot be bound or a certificate not be read."""
         self._context = _open_context(self._tls)
-        listener = _bind(self._host, self._port, reuse_port=self._reuse_port)
+        listener = bind(self._host, self._port, reuse_port=self._reuse_port)
+        try:
+            listener.listen(_BACKLOG)  # two sockets may be bound to one port where none of them listens
+        except OSError as error:
+            listener.close()
+            raise _taken(self._host, self._port, error) from error
         self._port = listener.getsockname()[1]
         context = self._context
         config = uvicorn.Config(
@@ -133,7 +138,8 @@ def _open_context(tls: HttpTls) -> ssl.SSLContext | None:
     return context
 
 
-def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+    """Return a socket bound to the address, not listening yet; `ConfigError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,9 +147,12 @@ def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another `http.port`") from error
+        raise _taken(host, port, error) from error
     listener.setblocking(False)
     return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another `http.port`")
