@@ -22,6 +22,20 @@ class Told:
     finish: str | None = None
     usage: tuple[int, int, int] = (0, 0, 0)
     """prompt, cached, output"""
+    logprobs: list[str] = field(default_factory=list)
+    """Tokens of the entries of a chat or completion: reasoning first."""
+
+    def comparable(self) -> tuple:
+        """Without ids, which differ between requests; arguments as values where they are whole."""
+        calls = [(name, _value(arguments)) for _, name, arguments in self.calls]
+        return self.reasoning, self.text, calls, self.finish, self.usage
+
+
+def _value(arguments: str):
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
 
 
 def body_of(route: str, text: str = "Hi", **more) -> dict:
@@ -80,12 +94,20 @@ def read_whole(route: str, answer: dict) -> Told:
     (choice,) = answer["choices"]
     usage = _chat_usage(answer["usage"])
     if route == COMPLETIONS:
-        return Told(text=choice["text"], finish=choice["finish_reason"], usage=usage)
+        tokens = (choice["logprobs"] or {}).get("tokens", [])
+        return Told(text=choice["text"], finish=choice["finish_reason"], usage=usage, logprobs=tokens)
     message = choice["message"]
     calls = [
         (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])
     ]
-    return Told(message.get("reasoning_content", ""), message["content"] or "", calls, choice["finish_reason"], usage)
+    told = Told(message.get("reasoning_content", ""), message["content"] or "", calls, choice["finish_reason"], usage)
+    told.logprobs = _chat_entries(choice)
+    return told
+
+
+def _chat_entries(choice: dict) -> list[str]:
+    lists = choice["logprobs"] or {}
+    return [entry["token"] for name in ("reasoning_content", "content") for entry in lists.get(name) or []]
 
 
 def _chat_usage(usage: dict) -> tuple[int, int, int]:
@@ -109,7 +131,9 @@ def _chat_chunks(events: list[tuple[str, str]]) -> tuple[list[dict], dict]:
 def _completion(events: list[tuple[str, str]]) -> Told:
     choices, usage = _chat_chunks(events)
     text = "".join(choice["text"] for choice in choices)
-    return Told(text=text, finish=choices[-1]["finish_reason"], usage=_chat_usage(usage))
+    told = Told(text=text, finish=choices[-1]["finish_reason"], usage=_chat_usage(usage))
+    told.logprobs = [token for choice in choices for token in (choice["logprobs"] or {}).get("tokens", [])]
+    return told
 
 
 def _chat(events: list[tuple[str, str]]) -> Told:
@@ -119,6 +143,7 @@ def _chat(events: list[tuple[str, str]]) -> Told:
     assert choices[0]["delta"]["role"] == "assistant"
     for choice in choices:
         delta = choice["delta"]
+        told.logprobs += _chat_entries(choice)
         told.reasoning += delta.get("reasoning_content") or ""
         told.text += delta.get("content") or ""
         for call in delta.get("tool_calls", []):
@@ -149,7 +174,8 @@ def _whole_message(answer: dict) -> Told:
             case "text":
                 told.text += block["text"]
             case "tool_use":
-                told.calls.append((block["id"], block["name"], json.dumps(block["input"])))
+                given = block["input"]
+                told.calls.append((block["id"], block["name"], given if isinstance(given, str) else json.dumps(given)))
     return told
 
 

@@ -18,7 +18,6 @@ from tests.fakes.streams import (
     MESSAGES,
     RESPONSES,
     STREAM,
-    Told,
     body_of,
     read_stream,
     read_whole,
@@ -45,17 +44,6 @@ async def ask(tiny: Tiny, text: str, route: str, payload: dict, **options) -> Ca
     return await call_api(tiny[0], ScriptedGenerator(script, models=(SERVED,)), post(route, payload), tiny[1])
 
 
-def comparable(told: Told) -> tuple:
-    """Without ids, which differ between requests; arguments as values where they are whole."""
-    calls = []
-    for _, name, arguments in told.calls:
-        try:
-            calls.append((name, json.loads(json.loads(arguments)) if arguments[:1] == '"' else json.loads(arguments)))
-        except ValueError:
-            calls.append((name, json.loads(arguments) if arguments[:1] == '"' else arguments))
-    return told.reasoning, told.text, calls, told.finish, told.usage
-
-
 VARIANTS = {
     "plain": lambda _: {},
     "tools": lambda route: tools_of(route, WEATHER),
@@ -73,10 +61,10 @@ async def test_streams_and_whole_answers_of_all_apis_tell_the_same(tiny: Tiny, v
         payload = body_of(route, **VARIANTS[variant](route))
         whole = await ask(tiny, TEXTS[text], route, payload, cached=2)
         assert whole.status == 200, whole.text
-        told[route, "whole"] = comparable(read_whole(route, whole.json))
+        told[route, "whole"] = read_whole(route, whole.json).comparable()
         for chunk in (1, 7):
             call = await ask(tiny, TEXTS[text], route, {**payload, **STREAM}, chunk=chunk, cached=2)
-            told[route, chunk] = comparable(read_stream(route, call.text))
+            told[route, chunk] = read_stream(route, call.text).comparable()
     for (one, first), (other, second) in pairwise(told.items()):
         assert first == second, (one, other)
 
