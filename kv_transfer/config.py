@@ -53,7 +53,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Consecutive pages are merged into copies of at most this size."""
     step_bytes: Bytes = 2 << 20
     """A shared-memory copy looks for cancellation this often."""
-    frame_bytes: Bytes = 1 << 20
+    frame_bytes: Bytes = 4 << 20
     """Largest payload of one frame of the tcp transport."""
     native_lane: Literal["auto", "cma", "rdma", "tcp"] = "auto"
     """How a native library reaches a peer: direct memory access on one host, a network card, or sockets in a sidecar."""

@@ -89,6 +89,12 @@ class Lane:
         self._thread.join()
 
     @property
+    def following(self) -> Job | None:
+        """The job that runs after the current one, unless it is cancelled before. For the lane's own thread."""
+        with self._wake:
+            return self._waiting[0] if self._waiting else None
+
+    @property
     def stopped(self) -> bool:
         """True once `stop` was called."""
         return self._stopped

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from core.clock import Clock
 from core.errors import ConfigError, LeaseLost, TransferFailed
-from kv_transfer.api import Capabilities, PeerInfo, SourceGuard
+from kv_transfer.api import Capabilities, PeerInfo, Records, SourceGuard
 from kv_transfer.backends.copying import copy_in_steps
 from kv_transfer.backends.lane import Job
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
@@ -46,14 +46,11 @@ class LoopbackPeer(LanePeer):
         offer = self._offer()
         records, pace = job.records, self._exchange.pace
 
-        def before_step(first: int, last: int) -> None:
+        def before_step(part: Records) -> None:
             if pace is not None:
                 pace(job.op, job.op.landed_bytes)
             job.check(self.shared.clock)
-            part = slice(first, last)
-            if not offer.guard.readable(
-                job.lease, records.source_region, records.source_offsets[part], records.nbytes[part]
-            ):
+            if not offer.guard.readable(job.lease, part.source_region, part.source_offsets, part.nbytes):
                 raise LeaseLost("the source refused the read: the lease is over or does not cover it")
 
         copy_in_steps(

@@ -13,7 +13,7 @@ import numpy as np
 
 from core.clock import Clock
 from core.errors import ConfigError, TransferFailed
-from kv_transfer.api import Capabilities, PeerInfo, SourceGuard
+from kv_transfer.api import Capabilities, PeerInfo, Records, SourceGuard
 from kv_transfer.backends.copying import copy_in_steps
 from kv_transfer.backends.lane import Job
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
@@ -68,7 +68,7 @@ class ShmPeer(LanePeer):
         return self.shared.clock.now() - start
 
     def read(self, job: Job) -> None:
-        def before_step(first: int, last: int) -> None:  # noqa: ARG001 - the source's pages cannot be asked for
+        def before_step(part: Records) -> None:  # noqa: ARG001 - the source's pages cannot be asked for
             job.check(self.shared.clock)
 
         copy_in_steps(

@@ -4,8 +4,10 @@ One connection and one thread per source. The thread asks for records and lands 
 region, frame by frame; a cancelled read lands nothing more after the frame it is in, the rest goes to scratch.
 """
 
+import bisect
 import contextlib
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -55,6 +57,8 @@ class TcpPeer(LanePeer):
         self._export = export
         self._sizes = dict(export.regions)
         self._connection: socket.socket | None = None
+        self._asked: deque[int] = deque()
+        """Operations whose answers come over the connection, in order."""
         self._scratch = memoryview(bytearray(shared.config.frame_bytes))
         super().__init__(info, shared)
 
@@ -71,7 +75,7 @@ class TcpPeer(LanePeer):
             start = self.shared.clock.now()
             nothing = np.zeros(0, np.int64)
             send_all(connection, [encode_read(0, 0, 0, nothing, nothing)])
-            self._header(connection, self._patience(timeout_s))
+            receive_exactly(connection, [memoryview(bytearray(FRAME.size))], self._patience(timeout_s).idle)
             return self.shared.clock.now() - start
         except OSError as error:
             raise TransferFailed(f"the probe failed: {error}") from error
@@ -83,13 +87,15 @@ class TcpPeer(LanePeer):
         self._hang_up()
 
     def read(self, job: Job) -> None:
-        records = job.records
         job.check(self.shared.clock)
         if self._connection is None:
             self._connection = self._connect(self.shared.config.connect_timeout_s)
-        request = encode_read(job.op.id, job.lease, records.source_region, records.source_offsets, records.nbytes)
         try:
-            send_all(self._connection, [request])
+            self._ask(self._connection, job)
+            if (following := self.lane.following) is not None:
+                # The source goes on with it at once, while we are still busy with the end of this one.
+                self._ask(self._connection, following)
+            self._skip_to(self._connection, job)
             self._land(self._connection, job)
         except OSError as error:
             self._hang_up()
@@ -101,45 +107,67 @@ class TcpPeer(LanePeer):
             self._hang_up()
             raise
 
+    def _ask(self, connection: socket.socket, job: Job) -> None:
+        records = job.records
+        if job.op.id not in self._asked:
+            self._asked.append(job.op.id)
+            request = encode_read(job.op.id, job.lease, records.source_region, records.source_offsets, records.nbytes)
+            send_all(connection, [request])
+
+    def _skip_to(self, connection: socket.socket, job: Job) -> None:
+        """Throw away the answers to reads that were cancelled before their turn."""
+        patience = self._patience(self.shared.config.progress_timeout_s, job)
+        while self._asked[0] != job.op.id:
+            send_all(connection, [encode_cancel(self._asked[0])])
+            self._drain(connection, self._header(connection, patience), patience)
+
     def _land(self, connection: socket.socket, job: Job) -> None:
         landing = Landing(job.records, self.shared.regions.views[job.records.target_region])
         patience = self._patience(self.shared.config.progress_timeout_s, job)
-        while True:
-            status, op, nbytes = self._header(connection, patience)
-            if op != job.op.id:
-                raise TransferFailed("the peer answered another read")
-            if status != Status.DATA:
-                return _conclude(status, landing)
+
+        def on_bytes(got: int) -> None:
+            # The header of the next frame comes with the bytes of this one.
+            job.op.landed_bytes = min(job.op.landed_bytes + got, landing.taken)
+            patience.bytes_came()
+
+        status, nbytes = self._header(connection, patience)
+        while status == Status.DATA:
             try:
                 job.check(self.shared.clock)
             except TandemError as error:
-                self._drain(connection, job, nbytes, error)
-                return None
+                # Nothing of the job lands from here on: say so, then throw away what is still on its way.
+                self.shared.ledger.close(job.op, error)
+                send_all(connection, [encode_cancel(job.op.id)])
+                self._drain(connection, (status, nbytes), self._patience(self.shared.config.progress_timeout_s))
+                return
+            head = bytearray(FRAME.size)
+            receive_exactly(connection, [*landing.take(nbytes), memoryview(head)], patience.idle, on_bytes)
+            status, nbytes = self._parse(head)
+        self._asked.popleft()
+        _conclude(status, landing)
 
-            def on_bytes(got: int) -> None:
-                job.op.landed_bytes += got
-                patience.bytes_came()
-
-            receive_exactly(connection, landing.take(nbytes), patience.idle, on_bytes)
-
-    def _drain(self, connection: socket.socket, job: Job, nbytes: int, error: TandemError) -> None:
-        """Nothing of the job lands from here on: say so, then throw away what is still on its way."""
-        self.shared.ledger.close(job.op, error)
-        patience = self._patience(self.shared.config.progress_timeout_s)
-        send_all(connection, [encode_cancel(job.op.id)])
-        status = Status.DATA
+    def _drain(self, connection: socket.socket, header: tuple[Status, int], patience: "Patience") -> None:
+        """Read an answer from this header on to its end, into scratch."""
+        status, nbytes = header
         while status == Status.DATA:
             receive_exactly(connection, [self._scratch[:nbytes]], patience.idle)
             patience.bytes_came()
-            status, _, nbytes = self._header(connection, patience)
+            status, nbytes = self._header(connection, patience)
+        self._asked.popleft()
 
-    def _header(self, connection: socket.socket, patience: "Patience") -> tuple[Status, int, int]:
+    def _header(self, connection: socket.socket, patience: "Patience") -> tuple[Status, int]:
         head = bytearray(FRAME.size)
         receive_exactly(connection, [memoryview(head)], patience.idle)
+        return self._parse(head)
+
+    def _parse(self, head: bytearray) -> tuple[Status, int]:
+        """Return status and payload bytes of a frame that must answer the oldest question."""
         status, op, nbytes = FRAME.unpack(head)
         if status not in STATUSES or nbytes > len(self._scratch):
             raise TransferFailed(f"the peer sent a frame of status {status} and {nbytes} bytes")
-        return Status(status), op, nbytes
+        if op != self._asked[0]:
+            raise TransferFailed("the peer answered another read")
+        return Status(status), nbytes
 
     def _connect(self, timeout_s: float) -> socket.socket:
         where = f"{self._export.host}:{self._export.port}"
@@ -149,7 +177,6 @@ class TcpPeer(LanePeer):
             raise TransferFailed(f"the KV data port {where} cannot be reached: {error}") from error
         try:
             tune(connection, self.shared.config.progress_timeout_s)
-            connection.settimeout(self.shared.config.progress_timeout_s)
             send_all(connection, [greeting(self.info.incarnation, self._export.token)])
             reply = bytearray(len(MAGIC))
             receive_exactly(connection, [memoryview(reply)], self._patience(timeout_s).idle)
@@ -164,6 +191,7 @@ class TcpPeer(LanePeer):
         if self._connection is not None:
             shut(self._connection)
             self._connection = None
+        self._asked.clear()
 
     def _patience(self, timeout_s: float, job: Job | None = None) -> "Patience":
         return Patience(self.shared.clock, timeout_s, job, lambda: self.lane.stopped)
@@ -200,8 +228,11 @@ class Landing:
         self._memory = target.data
         self._offsets: list[int] = records.target_offsets.tolist()
         self._sizes: list[int] = records.nbytes.tolist()
+        self._ends: list[int] = np.cumsum(records.nbytes).tolist()
         self._at = 0
-        self._done = 0
+        """The first record that has not its whole place taken, and how much of it has."""
+        self._part = 0
+        self.taken = 0
 
     @property
     def complete(self) -> bool:
@@ -210,17 +241,20 @@ class Landing:
 
     def take(self, nbytes: int) -> list[memoryview]:
         """Return the places of the next `nbytes`, in order; raises TransferFailed if that is more than was asked for."""
-        views: list[memoryview] = []
-        while nbytes:
-            if self.complete:
-                raise TransferFailed("the peer sent more bytes than were asked for")
-            start = self._offsets[self._at] + self._done
-            n = min(nbytes, self._sizes[self._at] - self._done)
-            views.append(self._memory[start : start + n])
-            nbytes -= n
-            self._done += n
-            if self._done == self._sizes[self._at]:
-                self._at, self._done = self._at + 1, 0
+        taken = self.taken + nbytes
+        if taken > (self._ends[-1] if self._ends else 0):
+            raise TransferFailed("the peer sent more bytes than were asked for")
+        last = bisect.bisect_right(self._ends, taken, self._at)
+        whole = range(self._at, last)
+        views = [self._memory[self._offsets[i] : self._offsets[i] + self._sizes[i]] for i in whole]
+        if views and self._part:
+            views[0] = views[0][self._part :]
+        begun = 0 if views else self._part
+        self._at, self.taken = last, taken
+        self._part = taken - (self._ends[last - 1] if last else 0)
+        if self._part > begun:
+            start = self._offsets[last]
+            views.append(self._memory[start + begun : start + self._part])
         return views
 
 

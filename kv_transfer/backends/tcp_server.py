@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -102,7 +101,6 @@ class TcpServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             tune(connection, self._config.progress_timeout_s)
-            connection.settimeout(self._config.progress_timeout_s)
             if self._greet(connection):
                 _Stream(connection, self._regions, self._guard, self._config.frame_bytes, self._closing).run()
         except (OSError, TandemError) as error:
@@ -164,9 +162,11 @@ class _Stream:
             status = self._answer(request)
             self._cancelled.discard(request.op)
             self._current = 0
-            send_all(self._connection, [FRAME.pack(status, request.op, 0)])
+            if status is not Status.DATA:
+                send_all(self._connection, [FRAME.pack(status, request.op, 0)])
 
     def _answer(self, request: ReadRequest) -> Status:
+        """Send the bytes. Returns how the answer still has to end; DATA if its end went out with its last bytes."""
         if not len(request.offsets):
             return Status.END
         region = self._regions.regions.get(request.region)
@@ -178,7 +178,8 @@ class _Stream:
         except BadRequest:
             return Status.BAD
         memory = self._regions.views[request.region].data
-        for offsets, nbytes in frames(records, self._frame_bytes):
+        parts = frames(records, self._frame_bytes)
+        for number, (offsets, nbytes) in enumerate(parts, 1):
             self._take_requests(timeout_ms=0)
             if request.op in self._cancelled:
                 return Status.CANCELLED
@@ -186,8 +187,9 @@ class _Stream:
                 return Status.REFUSED
             head = FRAME.pack(Status.DATA, request.op, int(nbytes.sum()))
             pieces = [memory[at : at + n] for at, n in zip(offsets.tolist(), nbytes.tolist(), strict=True)]
-            send_all(self._connection, [head, *pieces])
-        return Status.END
+            tail = [FRAME.pack(Status.END, request.op, 0)] if number == len(parts) else []
+            send_all(self._connection, [head, *pieces, *tail])
+        return Status.DATA
 
     def _take_requests(self, timeout_ms: int) -> None:
         while wait_readable(self._connection, timeout_ms):
@@ -205,7 +207,7 @@ class _Stream:
             timeout_ms = 0
 
 
-def frames(records: Records, frame_bytes: int) -> Iterator[tuple[I64, I64]]:
-    """Yield (source offsets, sizes) of frames of at most `frame_bytes`, in order."""
-    for part in split(records, MAX_WAITING * 64, frame_bytes):
-        yield part.source_offsets, np.ascontiguousarray(part.nbytes)
+def frames(records: Records, frame_bytes: int) -> list[tuple[I64, I64]]:
+    """Return (source offsets, sizes) of frames of at most `frame_bytes`, in order."""
+    parts = split(records, MAX_WAITING * 64, frame_bytes)
+    return [(part.source_offsets, np.ascontiguousarray(part.nbytes)) for part in parts]

@@ -6,10 +6,11 @@ in order, DATA frames with the bytes of its records one after another, then one 
 
 import contextlib
 import enum
+import math
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +29,7 @@ REQUEST = struct.Struct("<BQQII")  # kind, op, lease, region, number of records
 FRAME = struct.Struct("<BQI")  # status, op, payload bytes
 MAX_VECTORS = 512
 _POLL_MS = 50
+_TIMEVAL = struct.Struct("@ll")
 
 
 class TcpExport(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,17 +118,24 @@ class RequestParser:
 
 
 def tune(connection: socket.socket, stall_timeout_s: float) -> None:
-    """Small requests leave at once; a peer that vanished without a word is noticed by the kernel."""
+    """Small requests leave at once; calls give up after a while; a peer that vanished is noticed by the kernel.
+
+    The kernel waits, not Python: its non-blocking sockets would return, and wake both sides, every few kilobytes.
+    """
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, 1000 * _POLL_MS))
+    seconds = math.ceil(stall_timeout_s)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
+    for name, value in (
         ("TCP_KEEPIDLE", max(1, int(stall_timeout_s))),
         ("TCP_KEEPINTVL", max(1, int(stall_timeout_s / 3))),
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", int(stall_timeout_s * 1000)),
     ):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def wait_readable(connection: socket.socket, timeout_ms: int = _POLL_MS) -> bool:
@@ -142,20 +151,19 @@ def receive_exactly(
     on_idle: Callable[[], None],
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill `views` in order. `on_idle` is called whenever nothing came for a moment, and may raise to give up.
+    """Fill `views` in order over a tuned socket. `on_idle` is called whenever nothing came for a moment, and may raise to give up.
 
     `on_bytes` is told how many bytes came at a time.
     Raises `TransferFailed` at the end of the stream and on socket errors. Nothing is written after it returned.
     """
-    at, offset = 0, 0
-    while at < len(views):
-        if not wait_readable(connection):
-            on_idle()
-            continue
-        buffers = [views[at][offset:], *views[at + 1 : at + MAX_VECTORS]]
+    at, offset, left = 0, 0, sum(map(len, views))
+    while left:
+        buffers = [views[at][offset:], *views[at + 1 : at + MAX_VECTORS]] if at or offset else views[:MAX_VECTORS]
         try:
-            got = connection.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+            # Returns early with what there is when the socket's receive timeout has passed.
+            got = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
+            on_idle()
             continue
         except OSError as error:
             raise TransferFailed(f"the data connection broke: {error.strerror}") from error
@@ -163,22 +171,32 @@ def receive_exactly(
             raise TransferFailed("the peer closed the data connection")
         if on_bytes is not None:
             on_bytes(got)
-        offset += got
-        while at < len(views) and offset >= len(views[at]):
-            offset -= len(views[at])
-            at += 1
+        left -= got
+        if left:
+            at, offset = _advance(views, at, offset + got)
 
 
 def send_all(connection: socket.socket, views: list[memoryview | bytes]) -> None:
-    """Send all buffers in order, within the socket's timeout for each call; raises OSError."""
-    left = [memoryview(view) for view in views if len(view)]
+    """Send all buffers in order over a tuned socket, within its timeout for each call; raises OSError."""
+    left, at, offset = sum(map(len, views)), 0, 0
     while left:
-        sent = connection.sendmsg(left[:MAX_VECTORS])
-        while left and sent >= len(left[0]):
-            sent -= len(left[0])
-            left.pop(0)
-        if sent:
-            left[0] = left[0][sent:]
+        buffers = (
+            [memoryview(views[at])[offset:], *views[at + 1 : at + MAX_VECTORS]]
+            if offset
+            else views[at : at + MAX_VECTORS]
+        )
+        sent = connection.sendmsg(buffers)
+        left -= sent
+        if left:
+            at, offset = _advance(views, at, offset + sent)
+
+
+def _advance(views: Sequence[memoryview | bytes], at: int, offset: int) -> tuple[int, int]:
+    """Return the first view that is not done, and how much of it is, when `offset` bytes from view `at` on are done."""
+    while offset >= len(views[at]):
+        offset -= len(views[at])
+        at += 1
+    return at, offset
 
 
 def greeting(incarnation: Incarnation, token: bytes) -> bytes:

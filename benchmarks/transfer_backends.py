@@ -1,0 +1,284 @@
+"""C4: speed, CPU and latency of every KV transport against a memcpy and a bare socket over the same records.
+
+    python -m benchmarks.transfer_backends [--transports shm,tcp] [--repeat 5] [--record NAME]
+
+Requests of 4 MiB of scattered records, so many in flight, read from another process by the shipped `Transport`. In
+each cell all contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds.
+Also: what a transfer costs other threads of the process, as the delay of a thread that wants to run every millisecond.
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import psutil
+
+from benchmarks.record import write_record
+from benchmarks.transfer_peers import FOREVER, CopyPeer, SocketPeer, Told, source_process
+from core.clock import SystemClock
+from core.errors import NoCapacity
+from core.ids import LeaseId, TransferId, fresh_incarnation
+from kv_transfer.api import Op, OpState, Peer, Records, Transport
+from kv_transfer.config import TransferConfig
+from kv_transfer.factory import TransportFactory
+from kv_transfer.memory import allocate, map_segment, region_view
+from kv_transfer.settings import TransportSettings
+
+POOL = 256 << 20
+REQUEST = 4 << 20
+RECORDS = (4096, 16384, 65536, 262144, 1 << 20)
+IN_FLIGHT = (1, 8, 64)
+DEFAULT = "shm,tcp,nixl,mooncake"
+_BUSY_S = 1.5
+"""How long a contestant runs in one round, at least one pass over the pool."""
+
+Request = tuple[list[int], list[int], int]
+
+
+@dataclass
+class Figures:
+    """Of one contestant in one cell, one entry a round."""
+
+    gigabytes_per_s: list[float] = field(default_factory=list)
+    cpu_s_per_gib: list[float] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float | int | None]:
+        waits = sorted(self.latencies_s)
+        return {
+            "gb_per_s": round(statistics.median(self.gigabytes_per_s), 3),
+            "gb_per_s_range": [round(min(self.gigabytes_per_s), 3), round(max(self.gigabytes_per_s), 3)],
+            "cpu_s_per_gib": round(statistics.median(self.cpu_s_per_gib), 3),
+            "latency_p50_us": round(1e6 * waits[len(waits) // 2]) if waits else None,
+            "latency_p99_us": round(1e6 * waits[int(len(waits) * 0.99)]) if len(waits) >= 1000 else None,
+            "latency_max_us": round(1e6 * waits[-1]) if waits else None,
+            "requests": len(waits),
+        }
+
+
+class Reader:
+    """Requests over one shipped transport, so many in flight."""
+
+    def __init__(self, name: str, told: Told, factory: TransportFactory) -> None:
+        self._news = threading.Event()
+        self.transport: Transport = factory.open(name, None, self._news.set)
+        self._peer: Peer = self.transport.connect(dict(told.infos)[name], 10.0)
+        self._lease: LeaseId = told.lease
+        self._limit = self.transport.capabilities.max_records_per_op
+
+    def run(self, requests: Sequence[Request], in_flight: int) -> list[float]:
+        """Read all; returns the seconds of each."""
+        waits: list[float] = []
+        open_ops: dict[int, tuple[Op, float]] = {}
+        records = [_records(request) for request in requests]
+        assert all(len(each.nbytes) <= self._limit for each in records)
+        records.reverse()
+        while records or open_ops:
+            while records and len(open_ops) < in_flight:
+                start = time.perf_counter()
+                try:
+                    op = self.transport.submit(self._peer, records[-1], TransferId("b"), self._lease, FOREVER)
+                except NoCapacity:
+                    break
+                records.pop()
+                open_ops[op.id] = (op, start)
+            self._news.wait(5.0)
+            self._news.clear()
+            for op in self.transport.poll():
+                assert op.state is OpState.DONE, op.error
+                waits.append(time.perf_counter() - open_ops.pop(op.id)[1])
+        return waits
+
+
+def _records(request: Request) -> Records:
+    theirs, ours, n = request
+    sizes = np.full(len(ours), n, np.int64)
+    return Records(0, 0, np.array(theirs, np.int64), np.array(ours, np.int64), sizes)
+
+
+def requests_of(record: int) -> list[Request]:
+    """The whole pool in a random order of records on both sides, cut into requests."""
+    rng = np.random.default_rng(record)
+    count, each = POOL // record, max(1, REQUEST // record)
+    theirs, ours = rng.permutation(count) * record, rng.permutation(count) * record
+    cuts = range(0, count, each)
+    return [(theirs[at : at + each].tolist(), ours[at : at + each].tolist(), record) for at in cuts]
+
+
+def cpu_seconds(*pids: int) -> float:
+    """User and system time of these processes and of their children that live."""
+    total = 0.0
+    for pid in pids:
+        whole = [psutil.Process(pid), *psutil.Process(pid).children()]
+        for process in whole:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def measure(figures: Figures, pids: Sequence[int], once: Callable[[], list[float]]) -> None:
+    """Run passes for a while and add one entry."""
+    moved, cpu, start = 0, cpu_seconds(*pids), time.perf_counter()
+    while time.perf_counter() - start < _BUSY_S or not moved:
+        figures.latencies_s += once()
+        moved += POOL
+    seconds = time.perf_counter() - start
+    figures.gigabytes_per_s.append(moved / seconds / 1e9)
+    figures.cpu_s_per_gib.append((cpu_seconds(*pids) - cpu) / (moved / 2**30))
+
+
+class Bystander:
+    """A thread that wants to run every millisecond, as the scheduler does; it notes how late it was."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            start = time.perf_counter()
+            time.sleep(0.001)
+            self.late_s.append(time.perf_counter() - start - 0.001)
+
+    def row(self) -> dict[str, float | int]:
+        late = sorted(self.late_s)
+        return {
+            "p50_us": round(1e6 * late[len(late) // 2]),
+            "p99_us": round(1e6 * late[int(len(late) * 0.99)]),
+            "max_us": round(1e6 * late[-1]),
+            "over_5_ms": sum(value > 0.005 for value in late),
+            "samples": len(late),
+        }
+
+
+def blocking(readers: dict[str, Reader], repeat: int) -> dict[str, object]:
+    """How late a bystander is without transfers, and during transfers of the smallest and of larger records."""
+    rows: dict[str, object] = {}
+    with Bystander() as idle:
+        time.sleep(_BUSY_S * repeat)
+    rows["idle"] = idle.row()
+    for name, reader in readers.items():
+        for record in (4096, 65536):
+            requests = requests_of(record)
+            with Bystander() as bystander:
+                end = time.perf_counter() + _BUSY_S * repeat
+                while time.perf_counter() < end:
+                    reader.run(requests, 8)
+            rows[f"{name} {record}"] = bystander.row()
+    return rows
+
+
+def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: Sequence[int]) -> dict[str, object]:
+    """All cells."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        source_process(directory, POOL, names) as (pid, told),
+    ):
+        memory = allocate([POOL], incarnation=fresh_incarnation())
+        segment = next(path.name for path in Path(directory).iterdir() if path.stat().st_size >= POOL)
+        source = np.frombuffer(map_segment(directory, segment), np.uint8)[:POOL]
+        clock = SystemClock()
+        settings = TransportSettings(fresh_incarnation(), TransferConfig(segment_directory=directory))
+        factory = TransportFactory(settings, memory.regions, clock)
+        failed = dict(told.failed)
+        readers: dict[str, Reader] = {}
+        for name, _ in told.infos:
+            try:
+                readers[name] = Reader(name, told, factory)
+            except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
+                failed[name] = str(error)
+        copy, wire = CopyPeer(source, memory.regions[0]), SocketPeer(told.port, memory.buffers[0])
+        mine = psutil.Process().pid
+        cells = []
+        for record in records:
+            requests = requests_of(record)
+            for depth in depths:
+                contestants: dict[str, Callable[[], list[float]]] = {
+                    "memcpy": partial(_untimed, copy.run, requests),
+                    "memmove": partial(_untimed, copy.run_memmove, requests),
+                    "socket": partial(_untimed, wire.run, requests),
+                    **{name: partial(reader.run, requests, depth) for name, reader in readers.items()},
+                }
+                figures = {name: Figures() for name in contestants}
+                for turn in range(repeat):
+                    for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
+                        measure(figures[name], (mine, pid), contestants[name])
+                        _check(source, memory.regions[0].nbytes, region_view(memory.regions[0]), requests)
+                cells.append(_cell(record, depth, figures))
+                print(cells[-1], flush=True)
+        blocked = blocking(readers, repeat)
+        print(blocked)
+        for reader in readers.values():
+            reader.transport.destroy()
+        wire.close()
+        del source
+        return {"cells": cells, "bystander": blocked, "did_not_run": failed}
+
+
+def _untimed(run: Callable[[Sequence[Request]], None], requests: Sequence[Request]) -> list[float]:
+    run(requests)
+    return []
+
+
+def _check(source: np.ndarray, nbytes: int, target: np.ndarray, requests: Sequence[Request]) -> None:
+    """Every tenth request brought the right bytes; then they are erased."""
+    for theirs, ours, n in requests[::10]:
+        for s, t in zip(theirs, ours, strict=True):
+            assert np.array_equal(source[s : s + n], target[t : t + n]), "wrong bytes arrived"
+    target[:nbytes] = 0
+
+
+def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, object]:
+    rows = {name: figure.row() for name, figure in figures.items()}
+    speed = {name: statistics.median(figure.gigabytes_per_s) for name, figure in figures.items()}
+    limit = max(speed["memcpy"], speed["memmove"])
+    return {
+        "record_bytes": record,
+        "in_flight": depth,
+        "of_memcpy": {name: round(value / limit, 3) for name, value in speed.items()},
+        "of_socket": {name: round(value / speed["socket"], 3) for name, value in speed.items()},
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--transports", default=DEFAULT)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--records", default=",".join(map(str, RECORDS)))
+    parser.add_argument("--in-flight", default=",".join(map(str, IN_FLIGHT)))
+    parser.add_argument("--record", default="")
+    options = parser.parse_args()
+    load = psutil.getloadavg()
+    result = campaign(
+        options.transports.split(","),
+        options.repeat,
+        [int(value) for value in options.records.split(",")],
+        [int(value) for value in options.in_flight.split(",")],
+    )
+    if options.record:
+        note = f"load average at the start {load[0]:.1f}, at the end {psutil.getloadavg()[0]:.1f}, on a shared machine"
+        write_record(options.record, result, note=note)
+
+
+if __name__ == "__main__":
+    main()
