@@ -35,6 +35,7 @@ WORDS = [
     *(CALL_TEXT, CALL_TEXT[:40], CALL_TEXT[40:], "\n\n<｜DSML｜ calls>", "</｜DSML｜ calls>", "<｜DSML｜ invoke", "[DONE]"),
     *("data: ", "event: ping\n\n", "data: [DONE]\n\n"),
 ]  # fmt: skip
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "好", "days": [1, "<"]}}\n</tool_call>'
 FORMATS = ("template", "deepseek")
 
 
@@ -90,7 +91,10 @@ def rig(tmp_path_factory) -> Rig:
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, list[str], list[int], list[int], FinishReason]:
     """(format, words, raw ids, sizes of pieces as shares, finish)."""
-    words = draw(st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=12))
+    words = draw(st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=8))
+    # A frame that makes sense around words that need not: without it hardly any answer has a call.
+    words = [draw(st.sampled_from(["", "<think>", "hm</think>", "<think>hm</think>\n"])), *words]
+    words += [draw(st.sampled_from(["", CALL_TEXT, HERMES, f"{HERMES}\n{HERMES} done", f"\n\n{CALL_TEXT}\n"]))]
     raw = draw(st.lists(st.integers(3, 390), max_size=3))
     shares = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     finish = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
