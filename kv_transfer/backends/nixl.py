@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.clock import Clock
 from core.errors import TransferFailed
-from kv_transfer.api import Capabilities, MemoryRegion, SourceGuard
+from kv_transfer.api import HOST, Capabilities, MemoryRegion, SourceGuard
 from kv_transfer.backends.cma import denied
 from kv_transfer.backends.native_peer import NativeExport
 from kv_transfer.backends.native_transport import NativeTransport, Way, needs_shared
@@ -44,6 +44,9 @@ class NixlPlan:
         self._cma_denied = cma_denied
 
     def serve(self, regions: Sequence[MemoryRegion], config: TransferConfig) -> Way:
+        if any(region.device != HOST for region in regions):
+            # No sidecar can map a pool on a GPU; between processes of one host UCX copies by CUDA IPC.
+            return _way("rdma" if self._has_rdma() else "cuda", sidecar=False)
         if config.native_lane in ("auto", "rdma") and self._has_rdma():
             return _way("rdma", sidecar=False)
         needs_shared(regions, "nixl")
@@ -51,6 +54,10 @@ class NixlPlan:
 
     def reach(self, export: NativeExport, here: str, config: TransferConfig) -> Way:
         wanted, direct = config.native_lane, config.landing == "direct"
+        if export.lane == "cuda":
+            if export.host != here:
+                raise TransferFailed("the source's GPU memory can only be read on its own host: it has no RDMA adapter")
+            return _way("cuda", sidecar=False, direct=True)
         denied = self._why_not_cma(export, here)
         if wanted in ("auto", "cma") and not denied:
             return _way("cma", sidecar=False, direct=direct)

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 import psutil
 
+from core.clock import Clock, SystemClock
 from core.errors import BadRequest, ConfigError, TransferFailed
-from kv_transfer.api import I64, MemoryRegion, Records
+from kv_transfer.api import HOST, I64, MemoryRegion, Records
 from kv_transfer.backends.native import EngineSpec, Outcome
 from kv_transfer.backends.nixl_library import Nixl
 
@@ -28,17 +29,17 @@ RDMA_SETTLE_S = 5.0
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 MAX_LISTS = 64
 """Prepared lists kept for a peer; the oldest goes."""
-_MEMORY = "DRAM"
+_HOST_MEMORY, _GPU_MEMORY = "DRAM", "VRAM"
 
 
 class NixlExport(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader needs of a serving agent. Regions are (id, address, bytes)."""
+    """What a reader needs of a serving agent. Regions are (id, address, bytes, device)."""
 
     agent: str
     pid: int
     """Of the process that holds the memory."""
     metadata: bytes
-    regions: tuple[tuple[int, int, int], ...]
+    regions: tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,8 @@ class _Remote:
     """A connected agent. Two connections to one agent share what the library knows of it."""
 
     export: NixlExport
-    addresses: dict[int, tuple[int, int]]
+    addresses: dict[int, list[int]]
+    """(address, bytes, device) of each region."""
     users: int = 0
     lists: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     """Prepared strided lists by (region, record bytes, first offset modulo record bytes)."""
@@ -61,10 +63,11 @@ class _Read:
 
 
 class NixlEngine:
-    """See `NativeEngine`. Options: ``lane`` is ``cma``, ``rdma`` or ``tcp`` (nothing else than sockets)."""
+    """See `NativeEngine`. Options: ``lane`` is ``cma``, ``cuda``, ``rdma`` or ``tcp`` (nothing else than sockets)."""
 
-    def __init__(self, spec: EngineSpec, regions: Sequence[MemoryRegion], library: Nixl) -> None:
+    def __init__(self, spec: EngineSpec, regions: Sequence[MemoryRegion], library: Nixl, clock: Clock) -> None:
         self._library = library
+        self._clock = clock
         self._lane = spec.options.get("lane", "tcp")
         self._regions = {region.id: region for region in regions}
         self._remotes: dict[str, _Remote] = {}
@@ -79,16 +82,19 @@ class NixlEngine:
         self._agent: Any = library.agent(spec.name)
         self._name = spec.name
         self._call(self._agent.create_backend, "UCX", _backend_options(self._lane, spec.host))
-        memory = [(region.address, region.nbytes, 0, "") for region in regions]
         # The descriptors are the registration; the memory is the caller's, who closes us first.
-        self._registered = self._call(self._agent.register_memory, memory, _MEMORY)
+        self._registered: list[Any] = []
+        for kind in (_HOST_MEMORY, _GPU_MEMORY):
+            memory = [(r.address, r.nbytes, _device(r.device), "") for r in regions if _kind(r.device) == kind]
+            if memory:
+                self._registered.append(self._call(self._agent.register_memory, memory, kind))
 
     @property
     def broken(self) -> bool:
         return False
 
     def export(self) -> bytes:
-        regions = tuple((region.id, region.address, region.nbytes) for region in self._regions.values())
+        regions = tuple((r.id, r.address, r.nbytes, r.device) for r in self._regions.values())
         metadata = self._call(self._agent.get_agent_metadata)
         return msgspec.msgpack.encode(NixlExport(self._name, os.getpid(), metadata, regions))
 
@@ -101,7 +107,7 @@ class NixlEngine:
                 name = self._call(self._agent.add_remote_agent, export.metadata)
                 if name.decode() != export.agent:
                     raise TransferFailed("the peer's NIXL metadata names another agent")
-                addresses = {region: (address, nbytes) for region, address, nbytes in export.regions}
+                addresses = {region: place for region, *place in export.regions}
                 remote = self._remotes[export.agent] = _Remote(export, addresses)
             remote.users += 1
             number = next(self._numbers)
@@ -136,12 +142,12 @@ class NixlEngine:
 
     def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
         read = self._reads[ticket]
-        end, pause = time.monotonic() + timeout_s, MIN_PAUSE_S
+        end, pause = self._clock.now() + timeout_s, MIN_PAUSE_S
         while True:
             with self._book:
                 if read.outcome is None:
                     self._step(read, self._agent.check_xfer_state)
-                now = time.monotonic()
+                now = self._clock.now()
                 if read.outcome is not None and now >= read.over_at:
                     del self._reads[ticket]
                     if not read.outcome.proven:
@@ -166,7 +172,7 @@ class NixlEngine:
                 read.over_at = 0.0
                 read.outcome = read.outcome or Outcome("the NIXL agent was destroyed")
             self._undead.clear()
-            self._registered = None
+            self._registered = []
             self._agent = None
         gc.collect()
         assert agent is None or agent() is None, "somebody holds the NIXL agent, so it was not destroyed"
@@ -177,7 +183,7 @@ class NixlEngine:
             state = call(read.handle)
         except self._library.over as error:
             read.outcome = Outcome(f"the peer is gone ({type(error).__name__})")
-            read.over_at = time.monotonic() + (RDMA_SETTLE_S if self._lane == "rdma" else 0.0)
+            read.over_at = self._clock.now() + (RDMA_SETTLE_S if self._lane == "rdma" else 0.0)
         except self._library.errors as error:
             read.outcome = Outcome(f"NIXL failed the read ({type(error).__name__})", proven=False)
         else:
@@ -189,7 +195,7 @@ class NixlEngine:
 
     def _prepare(self, remote: _Remote, records: Records) -> Any:
         """Return a transfer handle: by index into prepared lists if the records are a grid, else by descriptors."""
-        address, nbytes = remote.addresses[records.source_region]
+        address, nbytes, device = remote.addresses[records.source_region]
         target = self._regions[records.target_region]
         size = int(records.nbytes[0])
         grids = bool((records.nbytes == size).all()) and len(records.nbytes) > 1
@@ -198,30 +204,32 @@ class NixlEngine:
         if source_index is not None and target_index is not None:
             source_key = (records.source_region, size, source_phase)
             target_key = (records.target_region, size, target_phase)
-            far = self._list(remote.lists, source_key, remote.export.agent, address, nbytes)
-            near = self._list(self._local_lists, target_key, "NIXL_INIT_AGENT", target.address, target.nbytes)
+            far = self._list(remote.lists, source_key, remote.export.agent, (address, nbytes, device))
+            here = (target.address, target.nbytes, target.device)
+            near = self._list(self._local_lists, target_key, "NIXL_INIT_AGENT", here)
             return self._call(self._agent.make_prepped_xfer, "READ", near, target_index, far, source_index)
-        far = self._descriptors(address, records.source_offsets, records.nbytes)
-        near = self._descriptors(target.address, records.target_offsets, records.nbytes)
+        far = self._descriptors(address, records.source_offsets, records.nbytes, device)
+        near = self._descriptors(target.address, records.target_offsets, records.nbytes, target.device)
         return self._call(self._agent.initialize_xfer, "READ", near, far, remote.export.agent)
 
     def _list(
-        self, lists: dict[tuple[int, int, int], Any], key: tuple[int, int, int], agent: str, address: int, nbytes: int
+        self, lists: dict[tuple[int, int, int], Any], key: tuple[int, int, int], agent: str, place: tuple[int, int, int]
     ) -> Any:
         prepared = lists.get(key)
         if prepared is None:
-            _, size, phase = key
+            (_, size, phase), (address, nbytes, device) = key, place
             while len(lists) >= MAX_LISTS:
                 self._call(lists.pop(next(iter(lists))).release)
-            strided = np.array([[address + phase, size, 0, size, (nbytes - phase) // size]], np.uint64)
-            prepared = lists[key] = self._call(self._agent.prep_xfer_dlist, agent, strided, _MEMORY)
+            strided = np.array([[address + phase, size, _device(device), size, (nbytes - phase) // size]], np.uint64)
+            prepared = lists[key] = self._call(self._agent.prep_xfer_dlist, agent, strided, _kind(device))
         return prepared
 
-    def _descriptors(self, address: int, offsets: I64, nbytes: I64) -> Any:
+    def _descriptors(self, address: int, offsets: I64, nbytes: I64, device: int) -> Any:
         rows = np.zeros((len(offsets), 3), np.uint64)
         rows[:, 0] = offsets + address
         rows[:, 1] = nbytes
-        return self._call(self._agent.get_xfer_descs, rows, _MEMORY)
+        rows[:, 2] = _device(device)
+        return self._call(self._agent.get_xfer_descs, rows, _kind(device))
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Call the library where nothing is posted. It answers some mistakes with None and a line in its log."""
@@ -242,6 +250,14 @@ def _index(offsets: I64, size: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]]
     phase = int(offsets[0]) % size
     index, rest = np.divmod(offsets - phase, size)
     return (index.astype(np.int32), phase) if not rest.any() and int(index.min()) >= 0 else (None, 0)
+
+
+def _kind(device: int) -> str:
+    return _HOST_MEMORY if device == HOST else _GPU_MEMORY
+
+
+def _device(device: int) -> int:
+    return 0 if device == HOST else device
 
 
 def decode_export(blob: bytes) -> NixlExport:
@@ -284,6 +300,6 @@ def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> NixlEngine
     """Open an agent; raises ConfigError if the library is missing, too old, or cannot work here."""
     library = Nixl()
     try:
-        return NixlEngine(spec, regions, library)
+        return NixlEngine(spec, regions, library, SystemClock())
     except TransferFailed as error:
         raise ConfigError(f"NIXL {library.version} cannot be used here: {error.message}") from error
