@@ -100,6 +100,23 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class CappedLabel:
+    """Bounds the values of a label that come from outside: the first `limit` keep their names, all others are `other`."""
+
+    def __init__(self, limit: int = 200) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        """Return the label to use for a value."""
+        if value in self._known:
+            return value
+        if len(self._known) < self._limit:
+            self._known.add(value)
+            return value
+        return "other"
+
+
 def check_name(name: str, kind: str) -> None:
     """Raise ValueError if a metric's name breaks the rules."""
     if not _NAME.fullmatch(name):

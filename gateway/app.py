@@ -35,7 +35,7 @@ from gateway.config import GatewayConfig
 from gateway.directory import Directory
 from gateway.http.asgi import build_asgi
 from gateway.http.front import Front
-from gateway.http.gatekeeper import Gatekeeper
+from gateway.http.gatekeeper import Gatekeeper, TenantMetrics
 from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
 from gateway.leases import Leases
@@ -193,7 +193,7 @@ async def _open_http(
     config: GatewayConfig, core: _Core, *, admin: GatewayAdmin, metrics: Metrics, clock: Clock, stack: AsyncExitStack
 ) -> HttpServer:
     tokenizer = load_tokenizer(Path(config.model.path), lambda: datetime.now(UTC))
-    gate = Gatekeeper(core.tenants, RateLimits(clock, lambda: config.limits.share))
+    gate = Gatekeeper(core.tenants, RateLimits(clock, lambda: config.limits.share), TenantMetrics(metrics))
     api = build_asgi(
         core.orchestrator,
         tokenizer,

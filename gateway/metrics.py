@@ -15,10 +15,36 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
-class GatewayMetrics:
+class _Gauges:
+    """What is so at this moment."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.leases = metrics.gauge(
+            "tandem_gateway_leases_count", "What is held and must be given back.", {"kind": KINDS}
+        )
+        self.in_flight = metrics.gauge("tandem_gateway_samples_in_flight", "Admitted and not ended.")
+        self.queued = metrics.gauge("tandem_gateway_samples_queued", "Waiting for admission.")
+        self.workers = metrics.gauge(
+            "tandem_gateway_workers_ready", "Workers that may get work.", {"role": ("prefill", "decode")}
+        )
+        self.members = metrics.gauge(
+            "tandem_gateway_workers_registered", "Workers registered.", {"role": ("prefill", "decode")}
+        )
+        self.index_pages = metrics.gauge("tandem_gateway_index_pages", "Distinct pages in the prefix index.")
+        self.index_resyncs = metrics.gauge(
+            "tandem_gateway_index_resyncs_count", "Snapshots applied to the prefix index since the start."
+        )
+        self.links = metrics.gauge("tandem_gateway_links_open", "Streams to decode workers.")
+        self.step_frames = metrics.gauge(
+            "tandem_gateway_step_frames_count", "Step frames received on the links that are open."
+        )
+
+
+class GatewayMetrics(_Gauges):
     """Declared once per process; updated on the event loop."""
 
     def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics)
         self.samples = metrics.counter(
             "tandem_gateway_samples_total", "Samples by how they ended.", {"outcome": OUTCOMES}
         )
@@ -27,9 +53,6 @@ class GatewayMetrics:
         )
         self.time = metrics.counter(
             "tandem_gateway_time_seconds_total", "Where the time of samples went.", {"cause": TIME_CAUSES}
-        )
-        self.leases = metrics.gauge(
-            "tandem_gateway_leases_count", "What is held and must be given back.", {"kind": KINDS}
         )
         self.reloads = metrics.counter(
             "tandem_gateway_key_reloads_total", "Changes of the key file.", {"result": ("ok", "failed")}
@@ -69,22 +92,6 @@ class GatewayMetrics:
         self.route_seconds = metrics.histogram("tandem_gateway_route_seconds", "Hashing and placing.", SECONDS)
         self.prefix_share = metrics.histogram(
             "tandem_gateway_prefix_match_ratio", "Share of the prompt that the chosen prefill side held.", SHARES
-        )
-        self.in_flight = metrics.gauge("tandem_gateway_samples_in_flight", "Admitted and not ended.")
-        self.queued = metrics.gauge("tandem_gateway_samples_queued", "Waiting for admission.")
-        self.workers = metrics.gauge(
-            "tandem_gateway_workers_ready", "Workers that may get work.", {"role": ("prefill", "decode")}
-        )
-        self.members = metrics.gauge(
-            "tandem_gateway_workers_registered", "Workers registered.", {"role": ("prefill", "decode")}
-        )
-        self.index_pages = metrics.gauge("tandem_gateway_index_pages", "Distinct pages in the prefix index.")
-        self.index_resyncs = metrics.gauge(
-            "tandem_gateway_index_resyncs_count", "Snapshots applied to the prefix index since the start."
-        )
-        self.links = metrics.gauge("tandem_gateway_links_open", "Streams to decode workers.")
-        self.step_frames = metrics.gauge(
-            "tandem_gateway_step_frames_count", "Step frames received on the links that are open."
         )
 
     def time_split(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 
 from core.errors import NoCapacity
+from core.metrics import CappedLabel, Metrics
 from gateway.http.errors import Headers, HttpFault
 from gateway.rate_limit import RateLimits
 from gateway.tenants import Tenant, Tenants
@@ -16,12 +17,36 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/status"})
 _OPERATORS = ("/metrics", "/statusz", "/debug/")
 
 
+class TenantMetrics:
+    """Who uses the service, by tenant."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests = metrics.counter(
+            "tandem_http_tenant_requests_total", "Generation requests let in, by tenant.", {"tenant": ()}
+        )
+        self._tokens = metrics.counter(
+            "tandem_http_tenant_tokens_total", "Tokens by tenant.", {"tenant": (), "kind": ("prompt", "output")}
+        )
+        self._label = CappedLabel()
+
+    def asked(self, tenant: str, prompt_tokens: int) -> None:
+        """A request was let in."""
+        label = self._label(tenant)
+        self._requests.labels(label).inc()
+        self._tokens.labels(label, "prompt").inc(prompt_tokens)
+
+    def answered(self, tenant: str, output_tokens: int) -> None:
+        """A request has ended."""
+        self._tokens.labels(self._label(tenant), "output").inc(output_tokens)
+
+
 class Gatekeeper:
     """One per application. Event loop's thread only."""
 
-    def __init__(self, tenants: Tenants, limits: RateLimits) -> None:
+    def __init__(self, tenants: Tenants, limits: RateLimits, metrics: TenantMetrics | None = None) -> None:
         self._tenants = tenants
         self._limits = limits
+        self._metrics = metrics
 
     def enter(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """Return the name of the tenant that asks, empty where nobody is asked for; raises `HttpFault` 401 or 403."""
@@ -49,11 +74,15 @@ class Gatekeeper:
             retry = (b"retry-after", str(math.ceil(error.retry_after_s or 1)).encode())
             headers = (retry, *self._headers(tenant))
             raise HttpFault(429, error.message, "rate_limit_exceeded", headers=headers) from error
+        if self._metrics is not None:
+            self._metrics.asked(name, prompt_tokens)
         return self._headers(tenant)
 
     def spend(self, name: str, output_tokens: int) -> None:
         """Count what a request has put out."""
         self._limits.spend(self._tenants.named(name), output_tokens)
+        if self._metrics is not None:
+            self._metrics.answered(name, output_tokens)
 
     def _headers(self, tenant: Tenant) -> Headers:
         headers: Headers = []

@@ -27,6 +27,7 @@ from core.rpc.admin import Statistics
 from core.rpc.generate import add_generate
 from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
+from core.tls import check_tls
 from core.worker import KvEvent, KvEventBatch, KvSnapshot, Load, Role
 from core.worker_config import DrainSection, WorkerSection
 from core.worker_shell import WorkerShell
@@ -124,7 +125,7 @@ class SimBody:
 
 async def serve(config, departure: Departure):
     secret = read_secret(config.worker.secret_file) if config.worker.secret_file else b""
-    proof = Proof(secret, fresh_incarnation())
+    proof = Proof(secret, fresh_incarnation(), check_tls(config.worker.tls))
     left = deque([parse_plan(config.plan)] * config.plan_requests if config.plan else [])
     decode = SimDecode(
         proof.incarnation,

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.metrics import MetricInfo, Metrics, check_name
+from core.metrics import CappedLabel, MetricInfo, Metrics, check_name
 
 
 def samples(metrics):
@@ -103,3 +103,8 @@ def test_two_services_in_one_process_share_nothing():
     first.gauge("tandem_free_pages", "Free pages.")
     second.gauge("tandem_free_pages", "Free pages.")
     assert first.registry is not second.registry
+
+
+def test_values_from_outside_are_bounded():
+    label = CappedLabel(2)
+    assert [label(value) for value in ("a", "b", "c", "a", "d", "b")] == ["a", "b", "other", "a", "other", "b"]
