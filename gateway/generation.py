@@ -11,6 +11,7 @@ from typing import Protocol
 from core.handover import TokenLogprobs
 from core.ids import RequestId
 from core.request import FinishReason, MmItem, SamplingParams, StopRules
+from gateway.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Prompt:
     """X-Session-Affinity, X-Session-ID or X-Correlation-ID: a routing hint."""
     images: tuple[MmItem, ...] = ()
     """With pixels, by position."""
+    timeline: Timeline | None = None
+    """Filled on the way if the client asked for it."""
     grammar: str = ""
     """What the answer must look like (`GenerateRequest.grammar`)."""
 

@@ -65,6 +65,8 @@ class Orchestrator:
         )
         async with self._counting_errors(), permit:
             admitted_at, first_at = clock.now(), None
+            if prompt.timeline is not None:
+                prompt.timeline.admitted = admitted_at
             metrics.queue_seconds.observe(admitted_at - came)
             metrics.time.labels("queue").inc(admitted_at - came)
             run = SampleRun(self._cluster, prompt, deadline=came + prompt.timeout_s)

@@ -124,6 +124,12 @@ class Reader:
         landing_s = cluster.clock.now() - (attempt.dispatch.computed_at or cluster.clock.now())
         cluster.router.handed_over(started, attempt.placed, attempt.num_tokens, landing_s)
         cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
+        timeline, now = self._work.prompt.timeline, cluster.clock.now()
+        if timeline is not None:
+            timeline.prompt_computed = timeline.prompt_computed or now
+            timeline.cached_tokens = timeline.cached_tokens or max(0, started.num_cached_tokens)
+            if started.bytes_pulled:
+                timeline.handed_over, timeline.bytes_pulled = now, started.bytes_pulled
         if self._floors is None:
             self._floors = attempt.placed.decode.registration.namespace, started.floors
         if self.num_cached < 0:

@@ -27,6 +27,7 @@ from gateway.reading import Attempt, Reader
 from gateway.resume import Output, build_request, finish_of
 from gateway.router import Placed, Work, target_of
 from gateway.routing.job import Shortage
+from gateway.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,8 @@ class SampleRun:
             self._work.num_tokens,
         )
         self._eos = placed.decode.registration.eos_token_ids
+        if self._prompt.timeline is not None:
+            self._note_placed(self._prompt.timeline, placed)
         dispatch = Dispatch(
             cluster.directory,
             prefill=placed.prefill,
@@ -167,6 +170,13 @@ class SampleRun:
         )
         lease = cluster.leases.take("attempt", f"{self._request_id} at {placed.decode.worker_id}")
         return Attempt(handle, link, mailbox, placed, dispatch, self._work.num_tokens, lease)
+
+    def _note_placed(self, timeline: Timeline, placed: Placed) -> None:
+        if timeline.submitted is None:
+            timeline.submitted = self._cluster.clock.now()
+        timeline.attempts = self._progress.attempts
+        timeline.decode_worker = placed.decode.worker_id
+        timeline.prefill_worker = placed.prefill.worker_id if placed.prefill is not None else ""
 
     # Recovering
 

@@ -5,10 +5,11 @@ Knows no HTTP: formats turn pieces into bytes, others send them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.handover import TokenLogprobs
 from gateway.http.errors import HttpFault
+from gateway.http.sse import json_bytes
 from gateway.text.piece import CallDelta, Piece
 
 
@@ -21,6 +22,13 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
     """Output tokens spent on reasoning; None: the request has no reasoning to tell apart."""
+    timing: list[dict[str, Any]] | None = None
+    """With the end, if asked for: what happened when, per choice."""
+
+    @property
+    def timing_member(self) -> bytes:
+        """Return the timing as a member of a JSON object, with its leading comma; empty if it was not asked for."""
+        return b',"timing":' + json_bytes(self.timing) if self.timing is not None else b""
 
     def to_json(self) -> bytes:
         """Return OpenAI's usage object."""

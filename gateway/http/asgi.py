@@ -180,6 +180,10 @@ class Api:
         async with ClientWatch(client, receive, self._config.slow_client_s):
             accepted = await dialect.accept(decoded.body, hints)
             client.request_id = accepted.request_id
+            for sample in accepted.samples:
+                if sample.prompt.timeline is not None:
+                    sample.prompt.timeline.arrived = started_at
+                    sample.prompt.timeline.tokenized = self._clock.now()
             record = record_of(scope)
             _note(record, accepted, hints)
             headers = self._answer_headers(hints, accepted, (*decoded.ignored, *accepted.ignored))

@@ -81,9 +81,9 @@ class ChatAnswer:
         return form.render_with(text, entries, self._running(usage))
 
     def closing(self, usage: Usage) -> bytes:
-        if not self._include_usage:
+        if not self._include_usage and usage.timing is None:
             return DONE
-        return event(self._chunk_head + b'],"usage":' + usage.to_json() + b"}") + DONE
+        return event(self._chunk_head + b'],"usage":' + usage.to_json() + usage.timing_member + b"}") + DONE
 
     def failure(self, fault: HttpFault, usage: Usage) -> bytes:
         del usage
@@ -93,7 +93,7 @@ class ChatAnswer:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         written = b",".join(self._whole_choice(choice) for choice in choices)
         head = b'{"id":%b,"object":"chat.completion",%b,"choices":[' % (self._id, self._fields)
-        return head + written + b'],"usage":' + usage.to_json() + b"}"
+        return head + written + b'],"usage":' + usage.to_json() + usage.timing_member + b"}"
 
     def _whole_choice(self, choice: Choice) -> bytes:
         # As in OpenAI's own answers, a message that only calls tools has no content.

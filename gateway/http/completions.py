@@ -64,9 +64,9 @@ class CompletionAnswer:
         return out
 
     def closing(self, usage: Usage) -> bytes:
-        if not self._include_usage:
+        if not self._include_usage and usage.timing is None:
             return DONE
-        return event(self._head + b'],"usage":' + usage.to_json() + b"}") + DONE
+        return event(self._head + b'],"usage":' + usage.to_json() + usage.timing_member + b"}") + DONE
 
     def failure(self, fault: HttpFault, usage: Usage) -> bytes:
         del usage
@@ -75,7 +75,7 @@ class CompletionAnswer:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         written = b",".join(self._whole_choice(choice) for choice in choices)
-        return self._head + written + b'],"usage":' + usage.to_json() + b"}"
+        return self._head + written + b'],"usage":' + usage.to_json() + usage.timing_member + b"}"
 
     def _whole_choice(self, choice: Choice) -> bytes:
         logprobs: dict[str, Any] | None = None

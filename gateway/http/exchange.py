@@ -60,6 +60,7 @@ class Exchange:
             (first - started_at) * 1000,
             (now - started_at) * 1000,
         )
+        self._note_timing()
         body = self._form.whole(self._choices, self.usage)
         await self._client.answer(200, [_JSON, (b"server-timing", timing), *self._headers], body)
 
@@ -77,6 +78,7 @@ class Exchange:
         if not self._client.is_streaming:
             await self._client.start_stream(200, [*HEADERS, *self._headers])
         if self._running == 0:
+            self._note_timing()
             out.append(self._form.closing(self.usage))
             await self._client.end_stream(b"".join(out))
             return
@@ -97,8 +99,17 @@ class Exchange:
         self.usage.completion_tokens += step.piece.num_tokens
         if step.piece.reasoning_tokens and self.usage.reasoning_tokens is not None:
             self.usage.reasoning_tokens += step.piece.reasoning_tokens
+        timeline = step.sample.prompt.timeline
+        if timeline is not None:
+            timeline.last_token = self._clock.now()
+            timeline.first_token = timeline.first_token or timeline.last_token
         if step.piece.finish is not None:
             self._running -= 1
+
+    def _note_timing(self) -> None:
+        timelines = [sample.prompt.timeline for sample in self._accepted.samples]
+        told = [timeline.to_plain() for timeline in timelines if timeline is not None]
+        self.usage.timing = told or None
 
     def _count_cached(self, sample: Sample, cached_tokens: int) -> None:
         # Samples of one prompt may hit what the first of them computed: the smallest figure is what was there before.

@@ -22,6 +22,7 @@ from gateway.http.schema import Body, CompletionBody
 from gateway.text.chat import AnswerText, Chat, ChatFormat, RenderedChat, TextRules
 from gateway.text.sample import SampleText
 from gateway.text.tokenizer import Tokenizer
+from gateway.timeline import Timeline
 
 T = TypeVar("T")
 _COMPLETION_TOKENS = 16
@@ -199,6 +200,7 @@ class Intake:
                             cache_salt=body.cache_salt or "",
                             session=hints.session,
                             images=prompt.chat.images if prompt.chat is not None else (),
+                            timeline=Timeline() if body.timing else None,
                         ),
                         text=self._open_answer(
                             prompt.chat, replace(text, call_prefix=f"call_{request_id[-24:]}_{sample_index}_")

@@ -48,8 +48,7 @@ class MessagesAnswer:
         return out
 
     def closing(self, usage: Usage) -> bytes:
-        del usage
-        return named_event(b"message_stop", b'{"type":"message_stop"}')
+        return named_event(b"message_stop", b'{"type":"message_stop"%b}' % usage.timing_member)
 
     def failure(self, fault: HttpFault, usage: Usage) -> bytes:
         del usage
@@ -68,7 +67,8 @@ class MessagesAnswer:
         ]
         assert choice.finish is not None
         reason = _stop_reason(choice.finish, choice.matched_stop)
-        return json_bytes(self._message(content, reason, choice.matched_stop, usage))
+        message = self._message(content, reason, choice.matched_stop, usage)
+        return json_bytes(message if usage.timing is None else {**message, "timing": usage.timing})
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, matched: str | None, usage: Usage

@@ -216,6 +216,7 @@ class ResponsesAnswer:
             "output": output,
             "usage": _usage(usage) if usage is not None else None,
             **self._echo,
+            **({"timing": usage.timing} if usage is not None and usage.timing is not None else {}),
         }
 
 

@@ -53,6 +53,8 @@ class Body(Struct, frozen=True, kw_only=True):
     priority: _Priority | None = None
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
+    timing: bool | None = None
+    """Tell with the end of the answer when what happened (`gateway.timeline`)."""
 
 
 class ImageUrl(Struct, frozen=True, kw_only=True):

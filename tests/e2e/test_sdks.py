@@ -159,3 +159,17 @@ def test_errors_have_anthropics_shape(claude):
 def test_nothing_is_held_afterwards(cluster, claude):
     say(claude)
     wait_for(lambda: held_pages(cluster) == 0, 10, "pages are still held")
+
+
+def test_the_timing_extension_splits_the_time_to_the_first_token(gpt):
+    """What a benchmark needs: queue, routing, prefill, hand-over, in one clock, and who did it."""
+    messages = [{"role": "user", "content": GREETING}]
+    answer = gpt.chat.completions.create(model=NAME, messages=messages, temperature=0, extra_body={"timing": True})
+    (timing,) = answer.timing
+    times = [
+        timing[name] for name in ("arrived", "tokenized", "admitted", "submitted", "prompt_computed", "first_token")
+    ]
+    assert times == sorted(times)
+    assert timing["first_token"] <= timing["last_token"]
+    assert (timing["attempts"], timing["decode_worker"][:6]) == (1, "decode")
+    assert timing["cached_tokens"] == answer.usage.prompt_tokens_details.cached_tokens
