@@ -35,14 +35,14 @@ def commit() -> str:
     return head + ("-dirty" if dirty.stdout.strip() else "")
 
 
-def write_record(name: str, result: object, *, note: str = "") -> Path:
-    """Write ``benchmarks/results/<name>.json``; the command is this process's own."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_record(name: str, result: object, *, note: str = "", directory: Path = RESULTS, commit_run: str = "") -> Path:
+    """Write ``<name>.json``; the command is this process's own. `commit_run` is told where there is no repository."""
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{name}.json"
     body = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *(str(Path(a).name) if a.startswith("/") else a for a in sys.argv)]),
-        "commit": commit(),
+        "commit": commit_run or commit(),
         "machine": machine(),
         "note": note,
         "result": result,

@@ -5,13 +5,16 @@ Works between processes, like the real one, so that the contract and fence suite
 
 import ctypes
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from core.errors import TransferFailed
+from core.ids import fresh_incarnation
+from kv_transfer.api import MemoryRegion
 from kv_transfer.device import HANDLE_BYTES
-from kv_transfer.memory import map_segment
+from kv_transfer.memory import allocate, map_segment
 
 UUID = b"the only fake GPU"[:16]
 
@@ -58,3 +61,16 @@ class FakeCuda:
     def copy(self, device: int, copies) -> None:
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)
+
+
+class FakeGpuMemory:
+    """What `benchmarks.transfer_gpu` allocates from."""
+
+    def __init__(self, directory: str):
+        self.cuda = FakeCuda(directory)
+        self.kept = []
+
+    def allocate(self, nbytes: int) -> MemoryRegion:
+        memory = allocate([nbytes], incarnation=fresh_incarnation(), directory=self.cuda.directory)
+        self.kept.append(memory)
+        return replace(memory.regions[0], device=0)

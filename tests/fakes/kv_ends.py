@@ -111,7 +111,7 @@ class Ends:
         config = config or TransferConfig(segment_directory=directory, progress_timeout_s=2.0)
         self.config = msgspec.structs.replace(config, **small_ring, **settings)
         self.clock = clock or SystemClock()
-        self._close = []
+        self._close = [_forget_mori]
 
     def source(self, num_pages: int = 64, page_bytes: int = 4096, seed: int = 1) -> SourceEnd:
         incarnation = fresh_incarnation()
@@ -161,6 +161,11 @@ def require(name: str) -> None:
     library = NATIVE.get(VARIANTS.get(name, (name,))[0])
     if library is not None:
         pytest.importorskip(library, reason=f"{name} needs {library}; see README", exc_type=ImportError)
+
+
+def _forget_mori() -> None:
+    for module in ("mori.io", "mori"):
+        sys.modules.pop(module, None)
 
 
 @contextmanager

@@ -1,0 +1,244 @@
+"""DeepSeek-V4.1's pages between two processes on one GPU: over CUDA IPC, over NIXL, and the device's own copy as the limit.
+
+    python -m benchmarks.transfer_gpu [--pages 1024] [--repeats 7] [--transports cuda-ipc nixl] [--out DIRECTORY]
+
+A child process serves; this one reads random pages to random places and compares every byte. What could not run is
+named in the record with the reason. Sizes are bytes, times seconds; a copy of n bytes counts n, not read plus written.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_size_t, c_uint64
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+import numpy as np
+
+from benchmarks.record import write_record
+from core.clock import SystemClock
+from core.errors import TandemError
+from core.ids import LeaseId, TransferId, fresh_incarnation
+from kv_transfer.api import I64, MemoryRegion, PeerInfo, Records, Transport
+from kv_transfer.backends.cuda_driver import CudaDriver
+from kv_transfer.config import TransferConfig
+from kv_transfer.device import Cuda
+from kv_transfer.factory import TransportFactory
+from kv_transfer.memory import U8
+from kv_transfer.settings import TransportSettings
+
+PAGE_BYTES = 227_840
+"""One page of 256 tokens: four layers' entries and index keys, packed, 890 bytes a token."""
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 60.0
+
+
+class Memory(Protocol):
+    """Memory of a device, as the benchmark fills and checks it."""
+
+    cuda: Cuda
+
+    def allocate(self, nbytes: int) -> MemoryRegion:
+        """Return a plain allocation on device 0."""
+        ...
+
+
+class GpuMemory:
+    """The real device."""
+
+    def __init__(self, directory: str) -> None:
+        del directory
+        self.cuda = CudaDriver()
+        self._driver = self.cuda
+
+    def allocate(self, nbytes: int) -> MemoryRegion:
+        self._driver.use(0)
+        address = c_uint64()
+        self._driver.call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        return MemoryRegion(id=0, address=address.value, nbytes=nbytes, writable=True, device=0)
+
+
+class Open:
+    """Every read is allowed."""
+
+    def readable(self, lease: LeaseId, region: int, offsets: I64, nbytes: I64) -> bool:
+        del lease, region, offsets, nbytes
+        return True
+
+
+def pattern(pages: int, page_bytes: int) -> U8:
+    """What the source holds: no two pages alike."""
+    return np.random.default_rng(41).integers(0, 256, pages * page_bytes, dtype=np.uint8)
+
+
+def open_transport(
+    name: str, memory: Memory, region: MemoryRegion, directory: str, on_event: Callable[[], None], *, serves: bool
+) -> Transport:
+    """Open a transport over one region of the device."""
+    config = TransferConfig(segment_directory=directory, landing="direct")
+    settings = TransportSettings(fresh_incarnation(), config, cuda=memory.cuda)
+    return TransportFactory(settings, [region], SystemClock()).open(name, Open() if serves else None, on_event)
+
+
+def serve(name: str, memory: Memory, pages: int, page_bytes: int, directory: str) -> None:
+    """Fill a region, print its description, serve until standard input ends."""
+    region = memory.allocate(pages * page_bytes)
+    data = pattern(pages, page_bytes)
+    memory.cuda.copy(0, [(region.address, int(data.ctypes.data), region.nbytes)])
+    transport = open_transport(name, memory, region, directory, lambda: None, serves=True)
+    print(msgspec.msgpack.encode(transport.export()).hex(), flush=True)
+    sys.stdin.read()
+    transport.destroy()
+
+
+@contextmanager
+def source(arguments: Sequence[str]) -> Iterator[PeerInfo]:
+    """Run a serving child; raises RuntimeError with its last words if it could not start."""
+    command = [sys.executable, "-m", "benchmarks.transfer_gpu", "--serve", *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        last = LastLines(child.stderr)
+        line = child.stdout.readline()
+        if not line:
+            child.wait()
+            raise RuntimeError(f"the source ended: {last.text()}")
+        try:
+            yield msgspec.msgpack.decode(bytes.fromhex(line), type=PeerInfo)
+        finally:
+            child.stdin.close()
+
+
+class LastLines:
+    """Drains a pipe and keeps its last line."""
+
+    def __init__(self, pipe: IO[str] | None) -> None:
+        self._last = ""
+        self._thread = threading.Thread(target=self._drain, args=(pipe,), daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """Return the last line, once the pipe has ended."""
+        self._thread.join(5)
+        return self._last
+
+    def _drain(self, pipe: IO[str] | None) -> None:
+        for line in pipe or ():
+            if line.strip():
+                self._last = line.strip()
+
+
+def timed(repeats: int, run: Callable[[], None], nbytes: int) -> dict[str, object]:
+    """Run once to warm up, then time; the median counts."""
+    run()
+    seconds: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    return {"median_s": median, "gb_per_s": nbytes / median / 1e9, "seconds": seconds}
+
+
+def measure(options: argparse.Namespace, name: str, memory: Memory, directory: str) -> dict[str, object]:
+    """Read all pages over one transport, permuted on both sides, and compare every byte."""
+    pages, size = options.pages, options.page_bytes
+    region, news = memory.allocate(pages * size), threading.Event()
+    transport = open_transport(name, memory, region, directory, news.set, serves=False)
+    rng = np.random.default_rng(7)
+    order, places = rng.permutation(pages), rng.permutation(pages)
+    try:
+        with source(
+            [name, f"--memory={options.memory}", f"--pages={pages}", f"--page-bytes={size}", directory]
+        ) as info:
+            peer = transport.connect(info, 20.0)
+
+            def read(indices: I64, targets: I64) -> None:
+                columns = (indices * size, targets * size, np.full(len(indices), size, np.int64))
+                deadline = SystemClock().now() + DEADLINE_S
+                op = transport.submit(peer, Records(0, 0, *columns), TransferId("t"), LeaseId(1), deadline)
+                while not transport.quiesced(op):
+                    news.wait(1.0)
+                    news.clear()
+                if op.error is not None:
+                    raise op.error
+
+            one = timed(50, lambda: read(order[:1], places[:1]), size)
+            whole = timed(options.repeats, lambda: read(order, places), pages * size)
+            landed = np.zeros(pages * size, np.uint8)
+            memory.cuda.copy(0, [(int(landed.ctypes.data), region.address, region.nbytes)])
+            expected = pattern(pages, size).reshape(pages, size)
+            same = bool(np.array_equal(landed.reshape(pages, size)[places], expected[order]))
+    finally:
+        transport.destroy()
+    return {"bytes_equal": same, "one_page": one, "all_pages": whole, "version": transport.capabilities.version}
+
+
+def limit(options: argparse.Namespace, memory: Memory) -> dict[str, object]:
+    """The same bytes within one process: in one piece, and page by page in the same order."""
+    pages, size = options.pages, options.page_bytes
+    first, second = (memory.allocate(pages * size) for _ in range(2))
+    rng = np.random.default_rng(7)
+    order, places = rng.permutation(pages).tolist(), rng.permutation(pages).tolist()
+    whole = [(second.address, first.address, pages * size)]
+    each = [(second.address + t * size, first.address + s * size, size) for s, t in zip(order, places, strict=True)]
+    return {
+        "one_piece": timed(options.repeats, lambda: memory.cuda.copy(0, whole), pages * size),
+        "page_by_page": timed(options.repeats, lambda: memory.cuda.copy(0, each), pages * size),
+    }
+
+
+def load_memory(path: str, directory: str) -> Memory:
+    """Return the memory class named `module:Class`, opened."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(directory)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve as a child, or measure; 1 unless everything asked for ran and was byte-exact."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve")
+    parser.add_argument("directory", nargs="?")
+    parser.add_argument("--transports", nargs="+", default=["cuda-ipc", "nixl"])
+    parser.add_argument("--memory", default="benchmarks.transfer_gpu:GpuMemory")
+    parser.add_argument("--pages", type=int, default=1024)
+    parser.add_argument("--page-bytes", type=int, default=PAGE_BYTES)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="write transfer_gpu.json there")
+    parser.add_argument("--commit", default="", help="what to record where there is no repository")
+    parser.add_argument("--note", default="", help="to record, such as the device and its driver")
+    options = parser.parse_args(arguments)
+    if options.serve:
+        memory = load_memory(options.memory, options.directory)
+        serve(options.serve, memory, options.pages, options.page_bytes, options.directory)
+        return 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        memory = load_memory(options.memory, directory)
+        result: dict[str, object] = {"pages": options.pages, "page_bytes": options.page_bytes}
+        result["limit: copies of the device within one process"] = limit(options, memory)
+        good = True
+        for name in options.transports:
+            try:
+                result[name] = found = measure(options, name, memory, directory)
+                good &= bool(found["bytes_equal"])
+            except (TandemError, RuntimeError, OSError) as error:
+                result[name], good = {"did not run": str(error)}, False
+    print(json.dumps(result, indent=1))
+    if options.out:
+        write_record("transfer_gpu", result, note=options.note, directory=options.out, commit_run=options.commit)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
