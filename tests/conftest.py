@@ -1,7 +1,25 @@
 """Profiles and guards for all tests."""
 
+import os
+import shutil
+
 import hypothesis
+import pytest
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def needs_tool():
+    """Return a finder of programs: a missing one skips the test with its name, and fails it in CI, which installs all."""
+
+    def find(name: str) -> str:
+        path = shutil.which(name)
+        if path is None:
+            reason = f"{name} is not installed; .ci/run installs it"
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+        return path
+
+    return find
