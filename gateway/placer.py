@@ -95,6 +95,8 @@ class Placer:
                 self._index.expect(member.slot, _events_for(query, member), now)
         if query.is_first:
             self._continuation.observe(longest >= self._rules.continuing_share * query.num_tokens)
+        if query.session and query.model in self._sessions:
+            self._sessions[query.model].settle(_session_hash(query.session), (prefill or decode).slot)
         self.decisions.note(query.request_id, found, reason, query.num_tokens, self._directory)
         return Pair(prefill, decode, found, reason)
 
@@ -153,7 +155,13 @@ class Placer:
             head=events[min(1, len(events) - 1)] if events else 0,
             continuing=self._continuation.share,
             link=self.link,
+            homes=self._homes(query),
+            cache_share=self._rules.working_set_share,
         )
+
+    def _homes(self, query: Query) -> dict[int, float]:
+        known = self._sessions.get(query.model)
+        return known.homes(_session_hash(query.session)) if query.session and known is not None else {}
 
     def _matched(self, query: Query, now: float) -> Ints:
         """[slots] leading tokens that each worker holds, over all fingerprints of the model."""

@@ -3,6 +3,7 @@
 Plain values; knows no workers' names and no wire.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -53,8 +54,11 @@ class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Times k/(1-k), k = share of continuing requests: charge for long-term load, on new chains."""
     continuing_share: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """A prompt continues a chain if some worker holds at least this share of it."""
-    working_set_share: Annotated[float, Meta(ge=0, le=4)] = 0.9
-    """Contexts of live sessions (X-Session-Affinity) may fill this share of the caches; a new session waits. 0: never."""
+    working_set_share: Annotated[float, Meta(ge=0, le=4)] = 1.1
+    """Contexts of live sessions (X-Session-Affinity) may fill this share of the caches; a new session waits. 0: never.
+
+    Above 1 because every context is counted at what it usually grows to, silent ones and shared prefixes included.
+    """
     tie_share: NotNegative = 0.02
     tie_s: NotNegative = 0.002
     """Pairs within best * (1 + share) + tie_s count as equal; the longest prefix, then rotation decides."""
@@ -86,6 +90,10 @@ class Job:
     continuing: float = 0.0
     """k of `RoutingRules.recent_weight`, as measured by this gateway."""
     link: LinkCosts = field(default_factory=LinkCosts)
+    homes: Mapping[int, float] = field(default_factory=dict)
+    """Tokens that live sessions need, by the slot that has them."""
+    cache_share: float = 1.0
+    """Of a cache that sessions may fill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,8 @@ def choose_prefill(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, 
     side = _prefill_side(fleet, prefill, job, rules, now)
     cost = side.cost + scorers.move_seconds(fleet, prefill, np.array([decode]), job)[:, 0]
     everyone, equal = np.ones(len(prefill), dtype=np.bool_), np.zeros(len(prefill), dtype=np.int64)
-    best = picker.best(cost, everyone, side.matched, equal, share=rules.tie_share, margin=rules.tie_s)
+    gain = side.matched if rules.policy == "prefix" else equal
+    best = picker.best(cost, everyone, gain, equal, share=rules.tie_share, margin=rules.tie_s)
     return int(prefill[best])
 
 
@@ -139,17 +140,21 @@ class _Side(NamedTuple):
 
 
 def _prefill_side(fleet: Fleet, slots: Ints, job: Job, rules: RoutingRules, now: float) -> _Side:
-    knows = rules.policy == "prefix"
-    matched = job.matched[slots] if knows else np.zeros(len(slots), dtype=np.int64)
+    matched = job.matched[slots]
     compute = scorers.compute_seconds(fleet, slots, job, matched, rules)
-    horizon = scorers.horizon_seconds(fleet, slots, job, compute, rules) if knows else np.zeros(len(slots))
+    if rules.policy == "prefix":
+        horizon = scorers.horizon_seconds(fleet, slots, job, compute, rules)
+    else:
+        # Takes out again what a prefix saves: predictions stay true, the choice does not look at it.
+        horizon = scorers.compute_seconds(fleet, slots, job, np.zeros_like(matched), rules) - compute
     return _Side(scorers.queue_seconds(fleet, slots, rules, now), compute, horizon, matched)
 
 
 def _cheapest(
     fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, prefill: Ints, decode: Ints, now: float
 ) -> Placement:
-    held = job.matched[decode] if rules.policy == "prefix" else np.zeros(len(decode), dtype=np.int64)
+    knows = int(rules.policy == "prefix")
+    held = knows * job.matched[decode]
     slow = scorers.decode_seconds(fleet, decode, job, held, rules)
     if len(decode) > rules.shortlist:
         best = np.argpartition(slow, rules.shortlist)[: rules.shortlist]
@@ -170,7 +175,7 @@ def _cheapest(
     index = picker.best(
         total.ravel(),
         ok.ravel(),
-        np.vstack([side.matched[:, None] + held[None, :], own.matched + held]).ravel(),
+        knows * np.vstack([side.matched[:, None] + held[None, :], own.matched + held]).ravel(),
         _affinity(fleet, prefill, decode, job).ravel(),
         share=rules.tie_share,
         margin=rules.tie_s,

@@ -41,7 +41,15 @@ def horizon_seconds(fleet: Fleet, slots: Ints, job: Job, compute: Floats, rules:
     if longest >= rules.continuing_share * job.num_tokens:
         return rules.duplicate_weight * compute
     share = min(job.continuing, 0.99)
-    return rules.recent_weight * share / (1 - share) * fleet.recent_s[slots]
+    recent = rules.recent_weight * share / (1 - share) * fleet.recent_s[slots]
+    if not job.homes:
+        return recent
+    # A session that no longer fits beside those that live there costs somebody its context.
+    live = np.zeros(fleet.capacity)
+    for slot, tokens in job.homes.items():
+        live[slot] = tokens
+    room = job.cache_share * fleet.num_pages[slots] * fleet.page_tokens[slots] - live[slots]
+    return recent + np.maximum(job.num_tokens - room, 0) * token_seconds(fleet, slots, rules)
 
 
 def decode_seconds(fleet: Fleet, slots: Ints, job: Job, matched: Ints, rules: RoutingRules) -> Floats:

@@ -2,8 +2,9 @@
 
 A session's context is reused turn after turn; when all of them together exceed the caches, least-recently-used
 eviction throws each out before its next turn, and no placement helps. So a new session waits, first come first
-served, while running ones go on. A session is live from its first turn until it has been silent for the time that
-95 of 100 pauses stay below. Pure state; `now` is passed in. Only sessions that name themselves are known.
+served, while running ones go on. A session is live from its first turn until it has been silent for twice the time
+that 95 of 100 pauses stay below; one that comes back later enters at once. Pure state; `now` is passed in. Only
+sessions that name themselves are known.
 """
 
 from collections import OrderedDict
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 PAUSE_QUANTILE = 0.95
 PAUSE_STEP = 0.05
 """Relative step of the running quantile."""
-FIRST_PAUSE_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 5.0, 600.0
+FIRST_PAUSE_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 2.0, 600.0
+SILENCE = 2.0
+REMEMBERED = 10_000
+"""Sessions that left and may come back."""
 LEARNING = 0.02
 PATIENCE_S = 2.0
 """Who has not asked again for so long does not wait any more."""
@@ -24,6 +28,8 @@ class _Session:
     open: int = 0
     """Turns under way."""
     silent_since: float = 0.0
+    home: int = -1
+    """Slot of the worker that has its context."""
 
 
 class WorkingSet:
@@ -33,10 +39,10 @@ class WorkingSet:
         self._share = share
         self._live: OrderedDict[int, _Session] = OrderedDict()
         self._waiting: OrderedDict[int, float] = OrderedDict()
-        self._tokens = 0
+        self._left: OrderedDict[int, None] = OrderedDict()
         self._typical = 0.0
         self.pause_s = FIRST_PAUSE_S
-        """A session silent for longer has left."""
+        """95 % of pauses between turns are shorter."""
 
     @property
     def live(self) -> int:
@@ -58,15 +64,15 @@ class WorkingSet:
             if not known.open:
                 self._learn_pause(now - known.silent_since)
             known.open += 1
-            self._resize(known, tokens)
+            known.tokens = tokens
             return True
         self._sweep(now)
-        if not self._may_enter(session, tokens, capacity, now):
+        if session not in self._left and not self._may_enter(session, tokens, capacity, now):
             self._waiting[session] = now
             return False
         self._waiting.pop(session, None)
-        self._live[session] = _Session(0, open=1)
-        self._resize(self._live[session], tokens)
+        self._left.pop(session, None)
+        self._live[session] = _Session(tokens, open=1)
         return True
 
     def end(self, session: int, tokens: int, now: float) -> None:
@@ -76,15 +82,26 @@ class WorkingSet:
             return
         known.open -= 1
         known.silent_since = now
+        known.tokens = tokens
         self._live.move_to_end(session)
-        self._resize(known, tokens)
         self._typical += (LEARNING if self._typical else 1.0) * (tokens - self._typical)
 
-    def leave(self, session: int) -> None:
-        """The client said that no further turn comes."""
-        known = self._live.pop(session, None)
-        if known is not None:
-            self._tokens -= known.tokens
+    def settle(self, session: int, slot: int) -> None:
+        """Its context is at this worker from now on."""
+        if session in self._live:
+            self._live[session].home = slot
+
+    def homes(self, but: int) -> dict[int, float]:
+        """Return by slot the tokens that the sessions there need, without one session's."""
+        held: dict[int, float] = {}
+        for session, known in self._live.items():
+            if session != but:
+                held[known.home] = held.get(known.home, 0.0) + self._needs(known)
+        return held
+
+    def _needs(self, known: _Session) -> float:
+        """Return the tokens of its context, or what it will usually grow to."""
+        return max(float(known.tokens), self._typical)
 
     def _may_enter(self, session: int, tokens: int, capacity: float, now: float) -> bool:
         while self._waiting:
@@ -94,14 +111,8 @@ class WorkingSet:
             if now - asked < PATIENCE_S:
                 return False
             del self._waiting[first]
-        # It and those that began lately will grow to what a context usually is.
-        expected = max(tokens, self._typical)
-        young = sum(max(0.0, self._typical - one.tokens) for one in self._live.values())
-        return not self._live or self._tokens + young + expected <= self._share * capacity
-
-    def _resize(self, known: _Session, tokens: int) -> None:
-        self._tokens += tokens - known.tokens
-        known.tokens = tokens
+        held = sum(map(self._needs, self._live.values()))
+        return not self._live or held + (self._typical or tokens) <= self._share * capacity
 
     def _learn_pause(self, pause: float) -> None:
         """Move the running quantile a step towards where 95 % of pauses are shorter."""
@@ -111,8 +122,8 @@ class WorkingSet:
     def _sweep(self, now: float) -> None:
         """Let go of the silent ones; those that ended a turn longest ago come first."""
         for session, known in list(self._live.items()):
-            if known.open:
-                continue
-            if now - known.silent_since < self.pause_s:
-                break
-            self.leave(session)
+            if not known.open and now - known.silent_since >= SILENCE * self.pause_s:
+                del self._live[session]
+                self._left[session] = None
+                if len(self._left) > REMEMBERED:
+                    self._left.popitem(last=False)
