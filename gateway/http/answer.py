@@ -94,6 +94,11 @@ class Choice:
 class AnswerFormat(Protocol):
     """Writes one request's answer in the words of its route. Holds per-choice state; used by one request."""
 
+    @property
+    def keepalive(self) -> bytes:
+        """What says nothing but that the stream lives."""
+        ...
+
     def opening(self, index: int, usage: Usage) -> bytes:
         """Return the events that begin a choice; may be empty."""
         ...

@@ -188,7 +188,14 @@ class Api:
             _note(record, accepted, hints)
             headers = self._answer_headers(hints, accepted, (*decoded.ignored, *accepted.ignored))
             headers += self._gate.admit(record.tenant, accepted.num_prompt_tokens)
-            exchange = Exchange(accepted, dialect.form(accepted, decoded.body), client, self._clock, headers)
+            exchange = Exchange(
+                accepted,
+                dialect.form(accepted, decoded.body),
+                client,
+                self._clock,
+                headers,
+                keepalive_s=self._config.keepalive_s,
+            )
             try:
                 await self._generate(exchange, dialect.route, started_at, stream=accepted.stream)
             finally:

@@ -6,6 +6,7 @@ from typing import Any
 from core.handover import TokenLogprobs
 from gateway.http.answer import Choice, Usage
 from gateway.http.errors import HttpFault, openai_error
+from gateway.http.keepalive import COMMENT
 from gateway.http.logprobs import chat_entries
 from gateway.http.sse import DONE, TextEvent, event, json_bytes
 from gateway.text.piece import CallDelta, Piece
@@ -50,6 +51,8 @@ class ChatAnswer:
             b'},"logprobs":',
             b',"finish_reason":null}' + self._end,
         )
+
+    keepalive = COMMENT
 
     def opening(self, index: int, usage: Usage) -> bytes:
         begin = b'"content":null,"reasoning_content":""' if self._reasons else b'"content":""'

@@ -61,6 +61,10 @@ class Client:
         self.is_sending = False
         self.num_sends += 1
 
+    async def interject(self, body: bytes) -> None:
+        """Send part of a streamed body from beside the one who streams: no progress of the answer."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
     async def end_stream(self, body: bytes = b"") -> None:
         """Send the last part of a streamed body."""
         self.is_complete = True

@@ -5,6 +5,7 @@ from typing import Any
 
 from gateway.http.answer import Choice, Usage
 from gateway.http.errors import HttpFault, openai_error
+from gateway.http.keepalive import COMMENT
 from gateway.http.logprobs import completion_entries
 from gateway.http.sse import DONE, TextEvent, event, json_bytes
 from gateway.text.piece import Piece
@@ -45,6 +46,8 @@ class CompletionAnswer:
             )
             for index in range(len(echoes))
         ]
+
+    keepalive = COMMENT
 
     def opening(self, index: int, usage: Usage) -> bytes:
         if not self._echoes[index]:

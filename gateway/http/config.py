@@ -30,5 +30,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     text_threads: Annotated[int, Meta(ge=1)] = 2
     max_waiting_prompts: Annotated[int, Meta(ge=1)] = 256
     """Long prompts that may wait for such a thread; beyond it the answer is 429."""
+    keepalive_s: Annotated[float, Meta(ge=0)] = 0.0
+    """A stream that says nothing for this long gets a comment (a ping in Anthropic's API). 0: never, as some clients
+    take a comment for a broken event."""
     images: ImageLimits = ImageLimits()
     parsing: AnswerParsing = AnswerParsing()

@@ -11,6 +11,7 @@ from gateway.http.answer import AnswerFormat, Choice, Usage
 from gateway.http.client import Client
 from gateway.http.errors import Headers, describe
 from gateway.http.intake import Accepted
+from gateway.http.keepalive import KeepAlive
 from gateway.http.samples import Progress, Sample, run_samples
 from gateway.http.sse import HEADERS
 
@@ -20,13 +21,23 @@ _JSON = (b"content-type", b"application/json")
 class Exchange:
     """Counts and times one request; its two `answer_` methods are used once."""
 
-    def __init__(self, accepted: Accepted, form: AnswerFormat, client: Client, clock: Clock, headers: Headers) -> None:
-        """`headers` go out with the answer, whatever it is."""
+    def __init__(
+        self,
+        accepted: Accepted,
+        form: AnswerFormat,
+        client: Client,
+        clock: Clock,
+        headers: Headers,
+        *,
+        keepalive_s: float = 0.0,
+    ) -> None:
+        """`headers` go out with the answer, whatever it is; `keepalive_s` as in `ApiConfig`."""
         self._accepted = accepted
         self._form = form
         self._client = client
         self._clock = clock
         self._headers = headers
+        self._alive = KeepAlive(client, headers, form.keepalive, keepalive_s)
         self._running = len(accepted.samples)
         self._is_open = [False] * self._running
         self._choices = [Choice(index) for index in range(self._running)]
@@ -42,7 +53,8 @@ class Exchange:
     async def answer_stream(self, generator: Generator) -> None:
         """Stream the answer. Errors before the first delta are raised, later ones end the stream with what the format has for it."""
         try:
-            await run_samples(generator, self._accepted.samples, self._write_events)
+            async with self._alive:
+                await run_samples(generator, self._accepted.samples, self._write_events)
         except Exception as error:
             if not self._client.is_streaming:
                 raise
@@ -78,6 +90,7 @@ class Exchange:
         if not self._client.is_streaming:
             await self._client.start_stream(200, [*HEADERS, *self._headers])
         if self._running == 0:
+            self._alive.stop()
             self._note_timing()
             out.append(self._form.closing(self.usage))
             await self._client.end_stream(b"".join(out))

@@ -27,6 +27,8 @@ class MessagesAnswer:
         self._delta = b""
         """The head of a delta event of the open block."""
 
+    keepalive = named_event(b"ping", b'{"type":"ping"}')
+
     def opening(self, index: int, usage: Usage) -> bytes:
         del index
         message = self._message([], None, None, usage)

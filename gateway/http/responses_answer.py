@@ -10,6 +10,7 @@ from typing import Any, Literal
 from core.handover import TokenLogprobs
 from gateway.http.answer import Choice, Usage
 from gateway.http.errors import HttpFault
+from gateway.http.keepalive import COMMENT
 from gateway.http.logprobs import chat_entries
 from gateway.http.responses_body import ResponsesBody
 from gateway.http.sse import json_bytes, named_event
@@ -89,6 +90,8 @@ class ResponsesAnswer:
         self._open: _Item | None = None
         self._statuses: list[str] = []
         self._ending = ""
+
+    keepalive = COMMENT
 
     def opening(self, index: int, usage: Usage) -> bytes:
         del index, usage
