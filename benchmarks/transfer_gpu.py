@@ -40,6 +40,8 @@ PAGE_BYTES = 227_840
 """One page of 256 tokens: four layers' entries and index keys, packed, 890 bytes a token."""
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
+READY = "ready "
+"""Before the description of the source, in hex, on its standard output."""
 
 
 class Memory(Protocol):
@@ -95,7 +97,7 @@ def serve(name: str, memory: Memory, pages: int, page_bytes: int, directory: str
     data = pattern(pages, page_bytes)
     memory.cuda.copy(0, [(region.address, int(data.ctypes.data), region.nbytes)])
     transport = open_transport(name, memory, region, directory, lambda: None, serves=True)
-    print(msgspec.msgpack.encode(transport.export()).hex(), flush=True)
+    print(READY + msgspec.msgpack.encode(transport.export()).hex(), flush=True)
     sys.stdin.read()
     transport.destroy()
 
@@ -110,14 +112,17 @@ def source(arguments: Sequence[str]) -> Iterator[PeerInfo]:
         assert child.stdout is not None
         assert child.stdin is not None
         last = LastLines(child.stderr)
-        line = child.stdout.readline()
+        # Native libraries may print, too.
+        line = next((line for line in child.stdout if line.startswith(READY)), "")
         if not line:
             child.wait()
             raise RuntimeError(f"the source ended: {last.text()}")
         try:
-            yield msgspec.msgpack.decode(bytes.fromhex(line), type=PeerInfo)
+            yield msgspec.msgpack.decode(bytes.fromhex(line.removeprefix(READY)), type=PeerInfo)
         finally:
             child.stdin.close()
+            child.wait()
+            last.text()
 
 
 class LastLines:
