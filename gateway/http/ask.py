@@ -21,7 +21,8 @@ class Ask:
     """As in `core.request.SamplingParams`."""
     prompt_field: str = "messages"
     max_tokens_field: str = "max_tokens"
-    """What the two are called in this API, for errors."""
+    format_field: str = "response_format"
+    """What the three are called in this API, for errors."""
     ignored: tuple[str, ...] = ()
     """Parts of the body that were accepted without effect."""
 

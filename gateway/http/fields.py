@@ -4,7 +4,7 @@ Knows names and values only; what is in neither table is ignored and reported.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 HARMLESS = frozenset(
     {
@@ -24,10 +24,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or value in (False, "", [], {})
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == "text")
-
-
 def _is_text(value: Any) -> bool:
     return not isinstance(value, dict)
 
@@ -45,21 +41,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (_is_empty, "this form of tool calls is not supported; send `tools` in a chat"),
     "tool_choice": (_is_free_choice, "tool calls belong to chats"),
     "function_call": (_is_free_choice, "this form of tool calls is not supported; send `tool_choice` in a chat"),
-    "response_format": (_is_text_format, "structured output is not supported yet; only the type `text` is"),
-    **dict.fromkeys(
-        (
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "json_schema",
-            "regex",
-            "ebnf",
-            "structural_tag",
-        ),
-        (_is_empty, "structured output is not supported yet"),
-    ),
     "store": (_is_empty, "responses are not stored here"),
     "background": (_is_empty, "background responses are not supported"),
     "previous_response_id": (_is_empty, "responses are not stored here"),

@@ -19,7 +19,10 @@ from gateway.http.conversation import chat_characters
 from gateway.http.headers import RequestHints
 from gateway.http.samples import Sample
 from gateway.http.schema import Body, CompletionBody
+from gateway.http.structured import read_shape
 from gateway.text.chat import AnswerText, Chat, ChatFormat, RenderedChat, TextRules
+from gateway.text.grammar import AnswerGrammar, content_grammar
+from gateway.text.grammar_check import GrammarChecker
 from gateway.text.sample import SampleText
 from gateway.text.tokenizer import Tokenizer
 from gateway.timeline import Timeline
@@ -55,6 +58,7 @@ class _PromptText:
     text: str = ""
     """What `echo` repeats."""
     chat: RenderedChat | None = None
+    grammar: AnswerGrammar | None = None
 
 
 class Intake:
@@ -81,16 +85,20 @@ class Intake:
         self._mint_seed = mint_seed
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._waiting = 0
+        self._grammars = GrammarChecker()
 
     def close(self) -> None:
         """End the threads; prompts that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def accept_chat(self, ask: ChatAsk, hints: RequestHints) -> Accepted:
         """Check a chat and tokenize it. Raises what `core.errors` lists for a request."""
         model = self.find(ask.body.model)
-        rendered = await self.render(ask.chat)
-        prompt = _PromptText(rendered.token_ids, chat=rendered)
+        shape = read_shape(ask.body, self._tokenizer.added_tokens, ask.format_field)
+        rendered = await self.render(replace(ask.chat, shape=shape))
+        await self._grammars.check(rendered.grammar)
+        prompt = _PromptText(rendered.token_ids, chat=rendered, grammar=rendered.grammar)
         accepted = self._accept(ask, model, hints, (prompt,))
         given = {"thinking": ask.chat.thinking, "reasoning_effort": ask.chat.effort}
         ignored = sorted(name for name in self._format.ignored_fields if given[name] is not None)
@@ -109,7 +117,13 @@ class Intake:
             raise BadRequest("`best_of` must equal `n` here; leave it out", param="best_of")
         if body.echo and body.logprobs is not None:
             raise BadRequest("`echo` with `logprobs` is not supported yet; use one of them", param="logprobs")
-        prompts = [await self._prompt_text(prompt, body, model) for prompt in _split_prompts(body.prompt)]
+        shape = read_shape(body, self._tokenizer.added_tokens)
+        grammar = content_grammar(shape) if shape is not None else None
+        await self._grammars.check(grammar)
+        prompts = [
+            replace(await self._prompt_text(prompt, body, model), grammar=grammar)
+            for prompt in _split_prompts(body.prompt)
+        ]
         ask = Ask(
             prefix="cmpl",
             body=body,
@@ -200,6 +214,7 @@ class Intake:
                             cache_salt=body.cache_salt or "",
                             session=hints.session,
                             images=prompt.chat.images if prompt.chat is not None else (),
+                            grammar=prompt.grammar.text if prompt.grammar is not None else "",
                             timeline=Timeline() if body.timing else None,
                         ),
                         text=self._open_answer(

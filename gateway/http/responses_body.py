@@ -6,7 +6,7 @@ Nothing is stored: what refers to an earlier response or to files elsewhere is r
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from core.errors import BadRequest
 from core.request import MAX_TOP_LOGPROBS
@@ -82,9 +82,6 @@ def responses_ask(body: ResponsesBody) -> ChatAsk:
     """Return what a body asks; raises `BadRequest`."""
     if (body.n or 1) > 1:
         raise BadRequest("`n`: a response is one answer; leave it out", param="n")
-    kind = body.text.format.get("type") if body.text is not None and body.text.format else "text"
-    if kind != "text":
-        raise BadRequest("`text.format`: structured output is not supported yet", param="text.format")
     writer = _Writer()
     if body.instructions:
         writer.messages.append({"role": "system", "content": body.instructions})
@@ -98,7 +95,7 @@ def responses_ask(body: ResponsesBody) -> ChatAsk:
     wants_logprobs = _LOGPROBS in (body.include or ())
     return ChatAsk(
         prefix="resp",
-        body=body,
+        body=structs.replace(body, response_format=body.text.format if body.text is not None else None),
         chat=Chat(
             messages=writer.messages,
             images=tuple(writer.images),
@@ -110,6 +107,7 @@ def responses_ask(body: ResponsesBody) -> ChatAsk:
         num_logprobs=(body.top_logprobs or 0) if wants_logprobs or body.top_logprobs else -1,
         prompt_field="input",
         max_tokens_field="max_output_tokens",
+        format_field="text.format",
         ignored=(*ignored, *(("max_tokens",) if body.max_tokens is not None else ())),
     )
 

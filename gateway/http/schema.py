@@ -55,6 +55,17 @@ class Body(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     timing: bool | None = None
     """Tell with the end of the answer when what happened (`gateway.timeline`)."""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    """The last ten ask for a form of the answer (`gateway.http.structured`)."""
 
 
 class ImageUrl(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from core.request import MmItem
 from gateway.generation import Delta
+from gateway.text.grammar import AnswerGrammar, Shape
 from gateway.text.piece import Piece
 
 
@@ -41,6 +42,8 @@ class Chat:
     add_generation_prompt: bool = True
     continues: bool = False
     """The answer continues the last message, which is the assistant's."""
+    shape: Shape | None = None
+    """What the text of the answer must look like."""
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The request's own arguments for the format (`chat_template_kwargs`)."""
 
@@ -83,6 +86,11 @@ class RenderedChat(Protocol):
     @property
     def images(self) -> tuple[MmItem, ...]:
         """The prompt's images by position, with pixels."""
+        ...
+
+    @property
+    def grammar(self) -> AnswerGrammar | None:
+        """What the whole answer must look like, reasoning and calls included; None: it is free."""
         ...
 
     @property

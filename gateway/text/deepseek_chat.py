@@ -17,6 +17,8 @@ from core.image_plan import ImageRules
 from core.request import MmItem
 from gateway.text.chat import AnswerText, Chat, ImagePart, TextRules
 from gateway.text.deepseek_answer import DeepseekAnswer, Marks
+from gateway.text.grammar import AnswerGrammar, thought_rules
+from gateway.text.grammar_calls import DsmlCallGrammar, chat_grammar
 from gateway.text.images import ImageLimits, load_image
 from gateway.text.segments import SegmentEncoder, split_ranges
 from gateway.text.tokenizer import Tokenizer
@@ -35,6 +37,8 @@ _NEEDED = {
         *(_Kind.ThinkingStart, _Kind.ThinkingEnd),
     ),
 }
+_CALLS = {"deepseek-v4": ("", "tool_calls"), "deepseek-v4.1": (" ", "calls")}
+"""What stands behind the mark in every tag of calls, and the name of the outermost one."""
 _FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content", "prefix")
 
 
@@ -56,6 +60,7 @@ class _Rendered:
     images: tuple[MmItem, ...]
     reasons: bool
     marks: Marks
+    grammar: AnswerGrammar | None
     request: recipe.ConversationRequest
     tokenizer: Tokenizer
 
@@ -98,6 +103,9 @@ class DeepseekChat:
         if missing:
             raise ConfigError(f"tokenizer.json lacks special tokens of {version}: {', '.join(missing)}")
         self._specials = added
+        mark = added.get(_Kind.Dsml.default_str())
+        gap, block = _CALLS[version]
+        self._calls = None if mark is None else DsmlCallGrammar(mark, gap=gap, block=block)
         names = (_Kind.ThinkingStart, _Kind.ThinkingEnd, _Kind.Dsml)
         self._marks = Marks(
             think_end=added[_Kind.ThinkingEnd.default_str()],
@@ -112,6 +120,10 @@ class DeepseekChat:
     def render(self, chat: Chat) -> _Rendered:
         self._check(chat)
         request = self._convert(self._body(chat))
+        is_forced = chat.tool_choice not in (None, "none", "auto")
+        if is_forced and not request.conversation.thinking_mode:
+            # Without reasoning the prompt itself begins the calls; behind reasoning only the grammar can ask for them.
+            request = self._convert({**self._body(chat), "tool_choice": chat.tool_choice})
         prompt = self._encoding.render_conversation(request.conversation)
         images = self._load(chat.images, prompt.image_sources)
         ids, placed = self._encode(prompt, images)
@@ -120,8 +132,22 @@ class DeepseekChat:
             images=placed,
             reasons=request.conversation.thinking_mode,
             marks=self._marks if request.parsing_options.parse_tool_calls else replace(self._marks, call=None),
+            grammar=self._grammar(chat, request),
             request=request,
             tokenizer=self._tokenizer,
+        )
+
+    def _grammar(self, chat: Chat, request: recipe.ConversationRequest) -> AnswerGrammar | None:
+        stage = request.parsing_options.thinking_initial_stage
+        reasons = stage is not None and stage.starts_in_reasoning()
+        return chat_grammar(
+            chat.tools,
+            chat.tool_choice,
+            chat.shape,
+            self._calls,
+            thought=thought_rules((self._marks.think_end,)) if reasons else (),
+            lead=r"\n{0,2}",
+            is_begun=not request.conversation.thinking_mode,
         )
 
     def _check(self, chat: Chat) -> None:
@@ -156,7 +182,7 @@ class DeepseekChat:
             body["reasoning_effort"] = effort
         if chat.tools:
             body["tools"] = list(chat.tools)
-        if chat.tool_choice is not None:
+        if chat.tool_choice in ("none", "auto"):
             body["tool_choice"] = chat.tool_choice
         return body
 

@@ -14,6 +14,8 @@ from core.errors import BadRequest
 from core.request import MmItem
 from gateway.text.calls.registry import SYNTAXES, CallFormat, CallSyntax, syntax_of
 from gateway.text.chat import AnswerText, Chat, TextRules
+from gateway.text.grammar import AnswerGrammar, thought_rules, tokens_apart
+from gateway.text.grammar_calls import CallGrammar, chat_grammar
 from gateway.text.sample import SampleText
 from gateway.text.template_answer import TemplateAnswer
 from gateway.text.thinking import THINK, THINK_END, Stage, ThinkingMarks, ThinkingSplitter
@@ -51,6 +53,7 @@ class _Rendered:
     syntax: CallSyntax | None
     """None: nothing of the answer is a call."""
     tools: Sequence[Mapping[str, Any]]
+    grammar: AnswerGrammar | None = None
     images: tuple[MmItem, ...] = ()
 
     @property
@@ -93,6 +96,9 @@ class TemplateChat:
             self._syntax = syntax_of(source) if "tools" in variables else None
         elif parsing.tool_calls != "none":
             self._syntax = SYNTAXES[parsing.tool_calls]
+        self._calls: CallGrammar | None = None
+        if self._syntax is not None and self._syntax.grammar is not None:
+            self._calls = self._syntax.grammar(tokenizer.added_tokens)
 
     @property
     def ignored_fields(self) -> frozenset[str]:
@@ -128,13 +134,27 @@ class TemplateChat:
             stage=stage,
             syntax=syntax,
             tools=tools,
+            grammar=chat_grammar(
+                tools,
+                chat.tool_choice,
+                chat.shape,
+                self._calls if syntax is not None else None,
+                thought=self._thought(stage),
+            ),
         )
+
+    def _thought(self, stage: Stage) -> Sequence[str]:
+        if self._marks is None or stage is Stage.ANSWER:
+            return ()
+        added = self._tokenizer.added_tokens
+        begin = tokens_apart(self._marks.begin, added) if stage is Stage.BEFORE else ()
+        return thought_rules(tokens_apart(self._marks.end, added), begin, gap=r"[ \n]{0,4}")
 
     def _offered(self, chat: Chat) -> Sequence[Mapping[str, Any]]:
         """Return the tools that the prompt offers."""
         if chat.tools and self._syntax is None:
             raise BadRequest("this model's chats have no tool calls; leave `tools` out", param="tools")
-        if chat.tool_choice not in (None, "none", "auto"):
+        if chat.tool_choice not in (None, "none", "auto") and self._calls is None:
             raise BadRequest(
                 "`tool_choice`: calls cannot be forced from this model; send auto or none", param="tool_choice"
             )

@@ -99,7 +99,7 @@ def test_a_text_fits_its_grammar_and_ends_by_itself(plain, grammar, sampling):
 
 def test_without_its_grammar_the_same_request_says_something_else():
     with ModelRig(MODEL) as rig:
-        tokens, _ = run(rig, ask(None, SAMPLINGS["greedy"]))
+        tokens, _ = run(rig, ask("", SAMPLINGS["greedy"]))
     with pytest.raises(ValueError):
         json.loads(bytes(t for t in tokens if t < 256))
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from gateway.text.calls.json_calls import JsonCalls, MistralCalls
 from gateway.text.calls.parser import CallParser
 from gateway.text.calls.python_calls import PythonCalls
 from gateway.text.calls.tagged_calls import TaggedCalls
+from gateway.text.grammar_calls import CallGrammar, JsonCallGrammar
 
 Tools = Sequence[Mapping[str, Any]]
 """In OpenAI's shape."""
@@ -26,19 +28,32 @@ class CallSyntax:
     """Returns a parser for one answer."""
     inner: tuple[str, ...] = ()
     """More special tokens to show."""
+    grammar: Callable[[Mapping[str, int]], CallGrammar] | None = None
+    """From the ids of added tokens: how calls are enforced; None: they cannot be."""
 
 
 def _names(tools: Tools) -> frozenset[str]:
     return frozenset(str(tool["function"]["name"]) for tool in tools)
 
 
-_CALL, _LIST, _TAG = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+_CALL, _CALL_END, _LIST, _TAG = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 SYNTAXES: Mapping[CallFormat, CallSyntax] = {
     "tagged": CallSyntax(
         (_CALL, "<function="), ("<function=",), lambda tools: CallParser(TaggedCalls(tools), (_CALL,))
     ),
-    "hermes": CallSyntax((_CALL,), (_CALL,), lambda _: CallParser(JsonCalls(), (_CALL,))),
-    "mistral": CallSyntax((_LIST,), (_LIST,), lambda _: CallParser(MistralCalls(), (_LIST,)), ("[ARGS]", "[CALL_ID]")),
+    "hermes": CallSyntax(
+        (_CALL,),
+        (_CALL,),
+        lambda _: CallParser(JsonCalls(), (_CALL,)),
+        grammar=partial(JsonCallGrammar, f"{_CALL}\n", f"\n{_CALL_END}\n{_CALL}\n", f"\n{_CALL_END}"),
+    ),
+    "mistral": CallSyntax(
+        (_LIST,),
+        (_LIST,),
+        lambda _: CallParser(MistralCalls(), (_LIST,)),
+        ("[ARGS]", "[CALL_ID]"),
+        grammar=partial(JsonCallGrammar, f"{_LIST}[", ", ", "]"),
+    ),
     "pythonic": CallSyntax(
         ("<|python_start|>",),
         ("<|python_start|>", "[func_name1("),
@@ -48,6 +63,7 @@ SYNTAXES: Mapping[CallFormat, CallSyntax] = {
         (_TAG,),
         (_TAG, '{"name": function name, "parameters"'),
         lambda tools: CallParser(JsonCalls(_names(tools)), (_TAG,), bare="{"),
+        grammar=partial(JsonCallGrammar, "", "", "", arguments="parameters"),
     ),
 }
 """In the order in which templates are asked for them: the telling ones first."""

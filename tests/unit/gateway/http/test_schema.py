@@ -92,8 +92,6 @@ def test_what_is_not_a_json_object_is_one_plain_sentence(raw: bytes):
     ("field", "value"),
     [
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {"type": "object"}),
         ("store", True),
         ("background", True),
         ("previous_response_id", "r"),

@@ -162,7 +162,7 @@ def test_a_template_without_tools_refuses_them(tmp_path):
 @pytest.mark.parametrize(
     ("chat", "param"),
     [
-        (Chat(messages=[QUESTION], tools=[WEATHER], tool_choice="required"), "tool_choice"),
+        (Chat(messages=[QUESTION], tools=[WEATHER], tool_choice="sometimes"), "tool_choice"),
         (Chat(messages=[QUESTION], tools=[{"type": "function"}]), "tools[0].function.name"),
         (
             Chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
