@@ -20,6 +20,9 @@ from kv_transfer.backends.native import EngineSpec, Outcome
 
 
 class FakeEngine:
+    posted = threading.Event()
+    """Of any engine in this process."""
+
     def __init__(self, spec: EngineSpec, regions: Sequence[MemoryRegion]) -> None:
         if "refuse" in spec.options:
             raise ConfigError(spec.options["refuse"])
@@ -55,6 +58,7 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGSEGV)
         number = next(self._numbers)
         self._reads[number] = None
+        self.posted.set()
         if "hang" not in self.spec.options:
             thread = threading.Thread(target=self._copy, args=(number, *self._peers[peer], records), daemon=True)
             self._threads.append(thread)
