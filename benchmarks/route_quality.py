@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,7 @@ RATES = {"conversation": 0.225, "synthetic": 0.2}
 Row = Mapping[str, object]
 
 
-def one(trace: traces.Trace, policy: str, scene: Scene, **about: object) -> Row:
+def one(trace: traces.Trace, policy: Any, scene: Scene, **about: object) -> Row:
     """Run once and return a row of the record."""
     started = time.process_time()
     rules = RoutingRules(policy=OURS if policy == ORACLE else policy)
@@ -112,11 +113,11 @@ def faults(directory: Path) -> Iterator[Row]:
     }
     for scene_name, scene in scenes.items():
         for policy in (OURS, "overlap_cost"):
-            yield one(trace, policy, scene, scene=scene_name)
+            yield one(trace, policy, scene, situation=scene_name)
     sessions = agentic(directory, 1.5)
     for scene_name in ("events 0 s late", "events 2 s late", "each worker restarts once", "four gateways"):
         scene = replace(scenes[scene_name], cache_blocks=LARGE)
-        yield one(sessions, OURS, scene, scene=scene_name)
+        yield one(sessions, OURS, scene, situation=scene_name)
 
 
 PARTS = {"goals": goals, "quality": quality, "azure": azure, "faults": faults}

@@ -76,6 +76,8 @@ class GatewayAdmin:
         metrics.queued.set(self._admission.queued)
         metrics.index_pages.set(len(self._index))
         metrics.index_resyncs.set(self._index.counts.resyncs)
+        metrics.index_gaps.set(self._index.counts.gaps)
+        metrics.index_bytes.set(self._index.nbytes)
         metrics.links.set(len(self._links))
         for kind, count in self._leases.counts().items():
             metrics.leases.labels(kind).set(count)

@@ -52,6 +52,7 @@ from gateway.routing.picker import Picker
 from gateway.tenants import Tenants
 from gateway.text.format import load_format
 from gateway.text.tokenizer import load_tokenizer
+from gateway.trace_recorder import TraceRecorder
 from gateway.worker_gauges import WorkerGauges
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class _Core:
     admission: Admission
     tenants: Tenants
     leases: Leases
+    router: Router
+    recorder: TraceRecorder | None
     orchestrator: Orchestrator
     membership: Membership
 
@@ -90,6 +93,8 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         tasks = Tasks(departure.task_crashed)
         core = _compose(config, proof=proof, secret=secret, clock=clock, metrics=gateway_metrics, tasks=tasks)
         stack.push_async_callback(core.links.close)
+        if core.recorder is not None:
+            stack.callback(core.recorder.close)
         admin = GatewayAdmin(
             name=config.id,
             incarnation=proof.incarnation,
@@ -170,6 +175,7 @@ def _compose(
         budget=RetryBudget(config.retries),
         metrics=metrics,
         leases=leases,
+        recorder=TraceRecorder(config.recorder, config.id, clock) if config.recorder.directory else None,
     )
     admission = Admission(clock, config.limits, tenants.named, leases)
     orchestrator = Orchestrator(cluster, admission)
@@ -186,7 +192,9 @@ def _compose(
         on_joined=orchestrator.registered,
     )
     links.on_lost(membership.link_lost)
-    return _Core(directory, index, links, admission, tenants, leases, orchestrator, membership)
+    return _Core(
+        directory, index, links, admission, tenants, leases, router, cluster.recorder, orchestrator, membership
+    )
 
 
 async def _open_http(
@@ -211,7 +219,7 @@ async def _open_http(
     front = Front(
         api,
         gate=gate,
-        pages=build_pages(admin.status, core.leases),
+        pages=build_pages(admin.status, core.leases, core.router.placer.decisions),
         clock=clock,
         tracer=tracer,
         leases=core.leases,

@@ -10,6 +10,7 @@ from gateway.links import Links
 from gateway.metrics import GatewayMetrics
 from gateway.router import Router
 from gateway.routing.job import RoutingRules
+from gateway.trace_recorder import TraceRecorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +26,4 @@ class Cluster:
     budget: RetryBudget
     metrics: GatewayMetrics
     leases: Leases
+    recorder: TraceRecorder | None = None

@@ -15,6 +15,7 @@ from gateway.http.config import ApiConfig
 from gateway.http.protocol import GuardRules
 from gateway.http.server import HttpTls
 from gateway.routing.job import RoutingRules
+from gateway.trace_recorder import RecorderRules
 from gateway.worker_link import LinkRules
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -95,6 +96,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tracing: TracingSection = TracingSection()
     api: ApiConfig = ApiConfig()
     routing: RoutingRules = RoutingRules()
+    recorder: RecorderRules = RecorderRules()
     limits: Limits = Limits()
     retries: RetryRules = RetryRules()
     links: LinkRules = LinkRules()

@@ -50,15 +50,16 @@ class Dispatch:
         if prefill is not None:
             self._directory.dispatched(prefill)
 
-    def computed(self) -> None:
-        """The prompt is done: its tokens wait nowhere any more. Idempotent."""
+    def computed(self) -> float:
+        """The prompt is done: its tokens wait nowhere any more. Return the seconds that took; 0: known before."""
         if self._computing is None:
-            return
+            return 0.0
         if self._computing is not self._decode:
             self._directory.succeeded(self._computing)
         self._directory.computed(self._computing, since=self._since, tokens=self._tokens, context=self._context)
         self.computed_at = self._directory.now()
         self._give_back()
+        return self.computed_at - self._since
 
     def close(self) -> None:
         """The attempt is over, however it ended. Idempotent."""

@@ -5,6 +5,7 @@ from prometheus_client import Counter
 from core.errors import BY_CODE
 from core.metrics import Metrics
 from gateway.leases import KINDS
+from gateway.placer import REASONS
 
 OUTCOMES = ("stop", "length", "error", "closed")
 RETRY_CAUSES = ("worker_lost", "refused", "no_worker", "incomplete")
@@ -12,6 +13,7 @@ TIME_CAUSES = ("queue", "route", "no_worker", "retry_pause", "first_token", "dec
 """Waiting for admission; hashing and placing; waiting for workers; pauses between attempts; admission to the first token
 (the three before it included); first token to the end."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+RATIOS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 2.0, 4.0, 10.0)
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
@@ -33,6 +35,13 @@ class _Gauges:
         self.index_pages = metrics.gauge("tandem_gateway_index_pages", "Distinct pages in the prefix index.")
         self.index_resyncs = metrics.gauge(
             "tandem_gateway_index_resyncs_count", "Snapshots applied to the prefix index since the start."
+        )
+        self.index_gaps = metrics.gauge(
+            "tandem_gateway_index_gaps_count", "Holes in workers' KV events since the start; each asks for a snapshot."
+        )
+        self.index_bytes = metrics.gauge("tandem_gateway_index_size_bytes", "Tables of the prefix index.")
+        self.sessions = metrics.gauge(
+            "tandem_gateway_sessions_count", "Sessions that name themselves.", {"state": ("live", "waiting")}
         )
         self.links = metrics.gauge("tandem_gateway_links_open", "Streams to decode workers.")
         self.step_frames = metrics.gauge(
@@ -92,6 +101,12 @@ class GatewayMetrics(_Gauges):
         self.route_seconds = metrics.histogram("tandem_gateway_route_seconds", "Hashing and placing.", SECONDS)
         self.prefix_share = metrics.histogram(
             "tandem_gateway_prefix_match_ratio", "Share of the prompt that the chosen prefill side held.", SHARES
+        )
+        self.route_choices = metrics.counter(
+            "tandem_gateway_route_choices_total", "Placements by what decided.", {"reason": REASONS}
+        )
+        self.predicted_ratio = metrics.histogram(
+            "tandem_gateway_predicted_wait_ratio", "Predicted over measured seconds to the prompt's end.", RATIOS
         )
 
     def time_split(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from gateway.admission import Admission
 from gateway.cluster import Cluster
 from gateway.generation import Delta, Prompt, ServedModel
 from gateway.sample import SampleRun, raised
+from gateway.session_gate import session_turn
 
 COSTED_OUTPUT = 256
 """Output tokens that fair queueing charges for at most: how many there will be is not known."""
@@ -63,7 +64,8 @@ class Orchestrator:
         permit = self._admission.permit(
             priority=prompt.priority, timeout_s=prompt.timeout_s, tenant=prompt.tenant, cost=cost, owner=owner
         )
-        async with self._counting_errors(), permit:
+        turn = session_turn(self._cluster.router.placer, prompt, clock, metrics.sessions)
+        async with self._counting_errors(), turn, permit:
             admitted_at, first_at = clock.now(), None
             if prompt.timeline is not None:
                 prompt.timeline.admitted = admitted_at
@@ -90,3 +92,5 @@ class Orchestrator:
                 if first_at is not None:
                     metrics.time.labels("decode").inc(clock.now() - first_at)
                 run.close()
+                if self._cluster.recorder is not None and self._cluster.recorder.is_on:
+                    self._cluster.recorder.record(run.work, at=came)

@@ -45,6 +45,7 @@ class Query:
     pages: Sequence[HashedPages]
     """Of every fingerprint that serves the model."""
     session: str = ""
+    """As `begin` was told."""
     is_first: bool = True
     """No earlier attempt has brought output."""
     avoid_prefill: set[Member] = field(default_factory=set)

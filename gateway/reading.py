@@ -112,15 +112,21 @@ class Reader:
         if self._progress.interrupted_at is not None and tokens:
             self._progress.interrupted_at = None
             self._work.avoid_decode.clear()
-        attempt.dispatch.computed()
+        self._computed(attempt)
         if self._work.num_tokens - attempt.num_tokens >= self._cluster.retries.steady_tokens:
             # Not at the end only: a breaker's probe may stream for minutes, and nobody else is let in before.
             self._cluster.directory.succeeded(attempt.placed.decode)
             self.is_steady = True
 
+    def _computed(self, attempt: Attempt) -> None:
+        """The prompt is done: compare with what was predicted."""
+        waited_s = attempt.dispatch.computed()
+        if waited_s:
+            self._cluster.metrics.predicted_ratio.observe(attempt.placed.choice.wait_s / waited_s)
+
     def _take_start(self, attempt: Attempt, started: Started, step: Step) -> None:
         cluster = self._cluster
-        attempt.dispatch.computed()
+        self._computed(attempt)
         landing_s = cluster.clock.now() - (attempt.dispatch.computed_at or cluster.clock.now())
         cluster.router.handed_over(started, attempt.placed, attempt.num_tokens, landing_s)
         cluster.metrics.bytes_pulled.inc(started.bytes_pulled)

@@ -25,6 +25,7 @@ MAX_HASHERS = 64
 class Chain:
     """Page hashes of one sequence in one namespace, extended as it grows."""
 
+    page_tokens: int
     hashes: list[PageHash] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
 
@@ -114,14 +115,14 @@ class Router:
                 HashedPages(group.fingerprint, group.page_tokens, self._chain(work, group).events)
                 for group in self._directory.groups(prompt.model)
             ),
-            session=prompt.session,
+            session=session_of(prompt),
             is_first=not len(work.output),
             avoid_prefill=work.avoid_prefill,
             avoid_decode=work.avoid_decode,
         )
 
     def _chain(self, work: Work, registration: Registration) -> Chain:
-        chain = work.chains.setdefault(registration.namespace, Chain())
+        chain = work.chains.setdefault(registration.namespace, Chain(registration.page_tokens))
         size = registration.page_tokens
         done = len(chain.hashes)
         if work.num_tokens // size > done:
@@ -152,3 +153,8 @@ def target_of(member: Member | None) -> PrefillTarget | None:
         return None
     told = member.registration
     return PrefillTarget(worker_id=told.worker_id, address=told.address, incarnation=told.incarnation)
+
+
+def session_of(prompt: Prompt) -> str:
+    """Return the name of the prompt's session, "" for none: tenants cannot join each other's, however they name them."""
+    return f"{prompt.tenant}/{prompt.session}" if prompt.session else ""

@@ -86,6 +86,11 @@ class SampleRun:
         self._counted = len(self._output)
 
     @property
+    def work(self) -> Work:
+        """What was placed, over all attempts."""
+        return self._work
+
+    @property
     def has_output(self) -> bool:
         """True once a token arrived."""
         return len(self._output) > 0
@@ -138,6 +143,7 @@ class SampleRun:
         progress.attempts += 1
         progress.placements = 0
         cluster.metrics.attempts.inc()
+        cluster.metrics.route_choices.labels(placed.reason).inc()
         cluster.metrics.prefix_share.observe(placed.choice.matched_prefill / self._work.num_tokens)
         if placed.prefill is None and placed.decode.registration.prefill_mode == "remote":
             cluster.metrics.fallbacks.inc()

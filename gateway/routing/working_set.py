@@ -27,6 +27,7 @@ class _Session:
     tokens: int
     open: int = 0
     """Turns under way."""
+    turns: int = 1
     silent_since: float = 0.0
     home: int = -1
     """Slot of the worker that has its context."""
@@ -41,6 +42,8 @@ class WorkingSet:
         self._waiting: OrderedDict[int, float] = OrderedDict()
         self._left: OrderedDict[int, None] = OrderedDict()
         self._typical = 0.0
+        self._returning = 1.0
+        """Share of sessions that have a second turn: some clients name every request a session."""
         self.pause_s = FIRST_PAUSE_S
         """95 % of pauses between turns are shorter."""
 
@@ -64,7 +67,9 @@ class WorkingSet:
             if not known.open:
                 self._learn_pause(now - known.silent_since)
             known.open += 1
+            known.turns += 1
             known.tokens = tokens
+            self._returning += LEARNING * (1.0 - self._returning) * (known.turns == 2)
             return True
         self._sweep(now)
         if session not in self._left and not self._may_enter(session, tokens, capacity, now):
@@ -100,7 +105,9 @@ class WorkingSet:
         return held
 
     def _needs(self, known: _Session) -> float:
-        """Return the tokens of its context, or what it will usually grow to."""
+        """Return the tokens of its context, or what it will usually grow to; 0 if it will hardly come back."""
+        if known.turns == 1 and not known.open and self._returning < 0.5:
+            return 0.0
         return max(float(known.tokens), self._typical)
 
     def _may_enter(self, session: int, tokens: int, capacity: float, now: float) -> bool:
@@ -124,6 +131,7 @@ class WorkingSet:
         for session, known in list(self._live.items()):
             if not known.open and now - known.silent_since >= SILENCE * self.pause_s:
                 del self._live[session]
+                self._returning -= LEARNING * self._returning * (known.turns == 1)
                 self._left[session] = None
                 if len(self._left) > REMEMBERED:
                     self._left.popitem(last=False)
