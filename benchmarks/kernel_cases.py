@@ -5,6 +5,7 @@ import torch
 from benchmarks.kernel_case import (
     NEAR_BF16,
     Case,
+    Check,
     Inputs,
     close,
     exact,
@@ -15,7 +16,8 @@ from benchmarks.kernel_case import (
     size_of,
     turns,
 )
-from engine.kernels.reference.formats import decode_q4, q4, q8, thirds
+from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds
+from engine.kernels.reference.sort_routes import sort_routes
 
 EPS = 1e-20
 Size = dict[str, int]
@@ -148,6 +150,89 @@ def _select_top(g: torch.Generator, size: Size) -> Inputs:
     visible[t // 2] = min(n, size["k"] * block // 2)
     return Inputs((scores, visible, size["k"], block), least_bytes=t * n * 4 + t * size["k"] * 4)
 
+def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return pair order and offsets of balanced random routes, and their weights float32 [t, k]."""
+    t, k, experts = size["t"], size["k"], size["e"]
+    chosen = torch.rand(t, experts, generator=g, device=g.device).topk(k, dim=1).indices.int()
+    if t > 2:
+        chosen[1, 0] = -1
+    weight = 0.5 * torch.rand(t, k, generator=g, device=g.device)
+    return *sort_routes(chosen, experts), weight
+
+
+def fp4_weights(g: torch.Generator, experts: int, out: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed random weights of a size that keeps products near one."""
+    codes = torch.randint(0, 256, (experts, out, inner // 2), dtype=torch.uint8, generator=g, device=g.device)
+    low = 124 - int(inner).bit_length() // 2
+    return codes, torch.randint(low, low + 3, (experts, out, inner // 32), dtype=torch.uint8, generator=g, device=g.device)
+
+
+def _sort_routes(g: torch.Generator, size: Size) -> Inputs:
+    chosen = torch.randint(-1, size["e"], (size["t"], size["k"]), generator=g, device=g.device).int()
+    return Inputs((chosen, size["e"]), least_bytes=2 * size_of(chosen))
+
+
+def _experts_up(g: torch.Generator, size: Size) -> Inputs:
+    d, inner = size["d"], size["i"]
+    codes, scales = q8(normal(g, size["t"], d))
+    order, offsets, weight = routed(g, size)
+    w, ws = fp4_weights(g, size["e"], 2 * inner, d)
+    pairs = int(offsets[-1])
+    used = int((offsets[1:] > offsets[:-1]).sum())
+    moved = size_of(codes, scales) + (size_of(w, ws) // size["e"]) * used + pairs * inner * 33 // 32
+    return Inputs((codes, scales, order, offsets, w, ws, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner)
+
+
+def _experts_down(g: torch.Generator, size: Size) -> Inputs:
+    d, inner = size["d"], size["i"]
+    order, offsets, _ = routed(g, size)
+    codes, scales = q8(normal(g, len(order), inner))
+    w, ws = fp4_weights(g, size["e"], d, inner)
+    pairs = int(offsets[-1])
+    used = int((offsets[1:] > offsets[:-1]).sum())
+    moved = size_of(codes, scales) + (size_of(w, ws) // size["e"]) * used + pairs * d * 2
+    return Inputs((codes, scales, order, offsets, w, ws), least_bytes=moved, flops=2.0 * pairs * d * inner)
+
+
+def _owned(check: Check) -> Check:
+    """Compare the places that an expert owns: all but the last few, which pairs without expert leave unwritten."""
+    return lambda got, want: check(got[: len(got) - 1], want[: len(want) - 1])
+
+
+SUM = close(2.0**-7, 2e-2)
+"""One rounding to bfloat16, plus float32 sums in another order over thousands of products near one."""
+
+def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
+    b, each, n, top, heads = size["b"], size["rows"], size["n"], size["k"], size["h"]
+    t, per_page, held = b * each, 128, -(-n // 128)
+    queries = (2 * torch.randn(t, heads, 512, generator=g, device=g.device)).bfloat16()
+    ring = poisoned(b, 134, 528, stride=20 * 134 * 528, device=g.device)
+    ring.copy_(torch.cat(q8(torch.randn(b, 134, 512, generator=g, device=g.device)), -1))
+    entries = poisoned(b * held + 1, per_page, 288, stride=per_page * 356, device=g.device)
+    entries.copy_(torch.cat(q4kv(torch.randn(b * held + 1, per_page, 512, generator=g, device=g.device)), -1))
+    pages = 1 + torch.randperm(b * held, generator=g, device=g.device).view(b, held).int()
+    owner = torch.arange(b, device=g.device).repeat_interleave(each)
+    positions = 2 * n - each + torch.arange(each, device=g.device).repeat(b)
+    chosen = torch.rand(t, n, generator=g, device=g.device).topk(min(top, n), dim=1).indices.sort(1).values.int()
+    selection = torch.full((t, top), -1, dtype=torch.int32, device=g.device)
+    selection[:, : chosen.shape[1]] = chosen
+    if top and t > 1:
+        selection[1, top // 3 :] = -1
+    floors = torch.zeros(t, dtype=torch.int64, device=g.device)
+    floors[0] = positions[0] - 20
+    cos, sin = turns(g, t)
+    args = (queries, ring, owner, positions, floors, 128, entries, pages, owner, selection)
+    read = 2 * size_of(queries) + b * (127 + each) * 528 + t * min(top, n) * 288
+    return Inputs(
+        (*args, torch.randn(heads, generator=g, device=g.device), cos, sin, size["splits"]),
+        least_bytes=read,
+        flops=4.0 * t * heads * 512 * (128 + min(top, n)),
+    )
+
+
+ATTENDED = close(2.0**-6, 6e-3)
+"""Softmax weights and the output are rounded to bfloat16; values are near one."""
+
 
 FLOAT = close(2e-5, 2e-6)
 """float32 products in another order, through sigmoids and twenty normalisations."""
@@ -225,5 +310,42 @@ CASES = (
             {"t": 1, "n": 1048576, "k": 512},
         ),
         compiled=({"t": 2, "n": 65536, "k": 512}, {"t": 2, "n": 131072, "k": 2048, "block": 8}),
+    ),
+    Case(
+        "sort_routes",
+        _sort_routes,
+        (exact, exact),
+        small=({"t": 1, "k": 2, "e": 4}, {"t": 50, "k": 3, "e": 7}),
+        large=({"t": 64, "k": 6, "e": 384}, {"t": 8192, "k": 6, "e": 384}),
+    ),
+    Case(
+        "experts_up",
+        _experts_up,
+        (_owned(few_bytes(0.02)), _owned(few_bytes(0.01))),
+        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 64},),
+        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
+    ),
+    Case(
+        "experts_down",
+        _experts_down,
+        (SUM,),
+        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 128},),
+        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
+    ),
+    Case(
+        "sparse_attention",
+        _sparse_attention,
+        (ATTENDED,),
+        small=(
+            {"b": 1, "rows": 2, "n": 200, "k": 64, "h": 16, "splits": 1},
+            {"b": 2, "rows": 1, "n": 100, "k": 128, "h": 16, "splits": 3},
+            {"b": 1, "rows": 1, "n": 40, "k": 0, "h": 16, "splits": 2},
+        ),
+        large=(
+            {"b": 8, "rows": 1, "n": 8192, "k": 512, "h": 64, "splits": 10},
+            {"b": 8, "rows": 4, "n": 8192, "k": 512, "h": 64, "splits": 4},
+            {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1},
+            {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
+        ),
     ),
 )

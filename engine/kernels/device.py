@@ -44,11 +44,12 @@ def e4m3_value(code):
 @triton.jit
 def e2m1_code(x):
     """Return int32 e2m1 codes 0..15 of finite float32 values: ties to the even mantissa, larger magnitudes become 6."""
-    size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    size = tl.minimum(tl.abs(x), 6.0)
+    # Below 1 codes are half steps, which the sum with 2^22 rounds to; above, one bit of mantissa is kept.
+    small = (size + 4194304.0).to(tl.int32, bitcast=True) & 7
+    bits = size.to(tl.int32, bitcast=True)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    return tl.where(size < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -81,42 +82,60 @@ def rotated(even, odd, cos, sin):
 
 
 @triton.jit
-def e8m0_bf16(code):
-    """Return bfloat16 2^(code - 127) of uint8 codes 1..254."""
-    return (code.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+def plane_scale(code):
+    """Return bfloat16 2^(code - 61) of e8m0 codes 62..188: what `fp4_planes` multiplies with."""
+    return ((code.to(tl.int16) + 66) << 7).to(tl.bfloat16, bitcast=True)
+
+
+UNPLANED = tl.constexpr(2.0**60)
+"""Planes of weights are 2^-60 of their values, which the other factor makes up for: so one product scales them."""
 
 
 @triton.jit
-def fp4_values(codes, scales, PTX: tl.constexpr):
-    """Return the values, bfloat16 even and odd, of packed e2m1 pairs uint8 times bfloat16 scales of the same shape.
+def fp4_planes(words, scales, PTX: tl.constexpr):
+    """Return eight bfloat16 tensors of the shape of `words` int32: nibble n of each word, e2m1, times 2^-60 * scale.
 
-    Exact wherever the product is a bfloat16. On NVIDIA four bytes at a time: exponent and mantissa bits are put where
-    bfloat16 has them, 2^126 lifts them (the only subnormal too), the scale follows. `PTX`: whether that can be said.
+    `scales` are of `plane_scale`, equal for neighbouring words 2i and 2i + 1. Exact. On NVIDIA two words at a time:
+    sign, exponent and mantissa bits are put where bfloat16 has them, which makes the value's 2^-126 (the only subnormal
+    of e2m1 becomes one, too), and one packed product scales. `PTX`: whether that can be said.
     """
     if PTX:
-        even, odd = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
-            .reg .b32 x, y, a, b, lift;
-            mov.b32 lift, 0x7E807E80;
-            prmt.b32 x, $4, 0, 0x4140;
-            prmt.b32 y, $4, 0, 0x4342;
+            .reg .b32 x, y, a, b;
+            prmt.b32 x, $8, $9, 0x5410;
+            prmt.b32 y, $8, $9, 0x7632;
             shl.b32 a, x, 12;  and.b32 a, a, 0x80008000;  shl.b32 b, x, 6;  and.b32 b, b, 0x01C001C0;
-            or.b32 a, a, b;  mul.rn.bf16x2 a, a, lift;  mul.rn.bf16x2 $0, a, $5;
-            shl.b32 a, y, 12;  and.b32 a, a, 0x80008000;  shl.b32 b, y, 6;  and.b32 b, b, 0x01C001C0;
-            or.b32 a, a, b;  mul.rn.bf16x2 a, a, lift;  mul.rn.bf16x2 $1, a, $6;
+            or.b32 a, a, b;  mul.rn.bf16x2 $0, a, $10;
             shl.b32 a, x, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, x, 2;  and.b32 b, b, 0x01C001C0;
-            or.b32 a, a, b;  mul.rn.bf16x2 a, a, lift;  mul.rn.bf16x2 $2, a, $5;
+            or.b32 a, a, b;  mul.rn.bf16x2 $1, a, $10;
+            shl.b32 a, x, 4;  and.b32 a, a, 0x80008000;  shr.b32 b, x, 2;  and.b32 b, b, 0x01C001C0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $2, a, $10;
+            and.b32 a, x, 0x80008000;  shr.b32 b, x, 6;  and.b32 b, b, 0x01C001C0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $3, a, $10;
+            shl.b32 a, y, 12;  and.b32 a, a, 0x80008000;  shl.b32 b, y, 6;  and.b32 b, b, 0x01C001C0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $4, a, $10;
             shl.b32 a, y, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, y, 2;  and.b32 b, b, 0x01C001C0;
-            or.b32 a, a, b;  mul.rn.bf16x2 a, a, lift;  mul.rn.bf16x2 $3, a, $6;
+            or.b32 a, a, b;  mul.rn.bf16x2 $5, a, $10;
+            shl.b32 a, y, 4;  and.b32 a, a, 0x80008000;  shr.b32 b, y, 2;  and.b32 b, b, 0x01C001C0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $6, a, $10;
+            and.b32 a, y, 0x80008000;  shr.b32 b, y, 6;  and.b32 b, b, 0x01C001C0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $7, a, $10;
             }""",
-            "=r,=r,=r,=r,r,r,r",
-            [codes, scales],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [words, scales],
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     else:
-        wide = scales.to(tl.float32)
-        even = (e2m1_value(codes.to(tl.int32) & 15) * wide).to(tl.bfloat16)
-        odd = (e2m1_value(codes.to(tl.int32) >> 4) * wide).to(tl.bfloat16)
-    return even, odd
+        wide = scales.to(tl.float32) * 1.1754943508222875e-38
+        return (
+            _plane(words, wide), _plane(words >> 4, wide), _plane(words >> 8, wide), _plane(words >> 12, wide),
+            _plane(words >> 16, wide), _plane(words >> 20, wide), _plane(words >> 24, wide), _plane(words >> 28, wide),
+        )  # fmt: skip
+
+
+@triton.jit
+def _plane(words, scales):
+    return (e2m1_value(words & 15) * scales).to(tl.bfloat16)

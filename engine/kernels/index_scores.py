@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.chip import speaks_ptx
-from engine.kernels.device import e8m0_bf16, fp4_values
+from engine.kernels.device import UNPLANED, fp4_planes, plane_scale
+
+
+@triton.jit
+def _query(at, used):
+    """Return one plane of the queries, lifted as `fp4_planes` asks for."""
+    return (tl.load(at, mask=used[None, :], other=0.0).to(tl.float32) * UNPLANED).to(tl.bfloat16)
 
 
 @triton.jit
@@ -29,22 +35,26 @@ def _index_scores(
     used = column < EACH * H
     at = sequence * (EACH * H) + column
     weight = tl.load(WEIGHTS + at, mask=used, other=0.0)
-    query = HEADS + at[None, :] * KEY + 2 * tl.arange(0, KEY // 2)[:, None]
-    query_even = tl.load(query, mask=used[None, :], other=0.0)
-    query_odd = tl.load(query + 1, mask=used[None, :], other=0.0)
     inside = tl.arange(0, TILE)
     group = tl.arange(0, KEY // 32)
-    byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    word = group[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    query = HEADS + at[None, :] * KEY + 8 * tl.arange(0, KEY // 8)[:, None]
+    queries = (
+        _query(query, used), _query(query + 1, used), _query(query + 2, used), _query(query + 3, used),
+        _query(query + 4, used), _query(query + 5, used), _query(query + 6, used), _query(query + 7, used),
+    )  # fmt: skip
     for tile in tl.range(0, num_tiles):
         first = begin + tile * TILE
-        page = tl.load(PAGES + sequence * page_stride + first // PER_PAGE)
-        entry = first % PER_PAGE + inside
-        codes = tl.load(CODES + page * code_stride + entry[:, None, None] * (KEY // 2) + byte)
-        scales = tl.load(SCALES + page * scale_stride + entry[:, None] * (KEY // 32) + group[None, :])
-        spread = tl.broadcast_to(tl.expand_dims(e8m0_bf16(scales), 2), (TILE, KEY // 32, 16))
-        even, odd = fp4_values(codes, spread, PTX)
-        products = tl.dot(tl.reshape(even, (TILE, KEY // 2)), query_even)
-        products = tl.dot(tl.reshape(odd, (TILE, KEY // 2)), query_odd, products)
+        # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
+        page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE)
+        entry = (first + inside) % PER_PAGE
+        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 8))[:, None, None] + word)
+        scales = tl.load(SCALES + (page * scale_stride + entry * (KEY // 32))[:, None] + group[None, :])
+        spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, KEY // 32, 4))
+        keys = fp4_planes(codes, spread, PTX)
+        products = tl.zeros((TILE, PADDED * H), tl.float32)
+        for n in tl.static_range(8):
+            products = tl.dot(tl.reshape(keys[n], (TILE, KEY // 8)), queries[n], products)
         products = tl.maximum(products, 0.0) * weight[None, :]
         scores = tl.sum(tl.reshape(products, (TILE, PADDED, H)), axis=2)
         where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + (first + inside)[:, None]
@@ -65,16 +75,18 @@ def index_scores(
     `heads` bfloat16 [t, h, w] (values of the index format), `weights` float32 [t, h], t = b * rows of each sequence,
     sequence by sequence; `key_codes` uint8 [pages, e, w / 2], `key_scales` uint8 [pages, e, w / 32], parts of KV memory,
     their last two axes dense, e a multiple of 128; `pages` int32 or int64 [b, p]; `visible` int32 [t]; `scores` float32
-    [t, n], n >= p * e. Products are exact; sums are float32.
+    [t, n], n >= p * e. Scales are within 2^-65 and 2^61. Products
+    are exact; sums are float32.
     """
     rows, num_heads, width = heads.shape
     each = rows // len(pages)
     padded = triton.next_power_of_2(each)
     per_page, tile, tiles = key_codes.shape[1], 128, 8
     grid = (triton.cdiv(pages.shape[1] * per_page, tile * tiles), len(pages))
+    words = key_codes.view(torch.int32)
     _index_scores[grid](
-        heads, weights, key_codes, key_scales, pages, visible, scores,
-        pages.stride(0), key_codes.stride(0), key_scales.stride(0), scores.stride(0),
+        heads, weights, words, key_scales, pages, visible, scores,
+        pages.stride(0), words.stride(0), key_scales.stride(0), scores.stride(0),
         EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=tile, TILES=tiles, PTX=speaks_ptx(),
-        num_warps=4 if padded <= 2 else 8, num_stages=3,
+        num_warps=4 if padded <= 2 else 8, num_stages=5,
     )  # fmt: skip

@@ -143,7 +143,7 @@ def store_entries(
         pending, index, norm, cos, sin, page, at, entries, latents, eps, count, entries.stride(0),
         D=width, ROPE=2 * cos.shape[1], TOKENS=tokens, TILE=4, num_warps=4,
     )  # fmt: skip
-    _store_keys[(triton.cdiv(count, 16),)](
+    _store_keys[(triton.cdiv(count, 64),)](
         latents, wk, key_norm, cos, sin, page, at, key_codes, key_scales, eps, count, key_codes.stride(0),
-        key_scales.stride(0), D=width, KEY=wk.shape[0], ROPE=2 * cos.shape[1], TILE=16, num_warps=4, num_stages=4,
+        key_scales.stride(0), D=width, KEY=wk.shape[0], ROPE=2 * cos.shape[1], TILE=64, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -1,0 +1,22 @@
+"""Specification of `engine.kernels.experts_down`."""
+
+import torch
+
+from engine.kernels.reference.formats import decode_q4, decode_q8
+
+
+def experts_down(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scales: torch.Tensor,
+) -> torch.Tensor:
+    """Return every pair's contribution bfloat16 [t k, d]; see the kernel."""
+    made = torch.zeros(len(order), w2.shape[1], dtype=torch.bfloat16, device=codes.device)
+    borders = offsets.tolist()
+    for expert, (begin, end) in enumerate(zip(borders, borders[1:], strict=False)):
+        x = decode_q8(codes[begin:end], scales[begin:end])
+        made[order[begin:end].long()] = (x @ decode_q4(w2[expert], w2_scales[expert]).T).bfloat16()
+    return made

@@ -1,0 +1,34 @@
+"""Specification of `engine.kernels.experts_up`."""
+
+import torch
+from torch.nn import functional
+
+from engine.kernels.reference.formats import decode_q4, decode_q8, q8
+
+
+def experts_up(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scales: torch.Tensor,
+    route_weights: torch.Tensor,
+    limit: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inner activations of sorted pairs, quantized; see the kernel for shapes."""
+    top_k = route_weights.shape[1]
+    inner = w13.shape[1] // 2
+    made = torch.zeros(len(order), inner, dtype=torch.uint8, device=codes.device)
+    made_scales = torch.zeros(len(order), inner // 32, dtype=torch.uint8, device=codes.device)
+    borders = offsets.tolist()
+    for expert, (begin, end) in enumerate(zip(borders, borders[1:], strict=False)):
+        if begin == end:
+            continue
+        pairs = order[begin:end].long()
+        x = decode_q8(codes[pairs // top_k], scales[pairs // top_k])
+        gate, up = (x @ decode_q4(w13[expert], w13_scales[expert]).T).chunk(2, 1)
+        weight = route_weights.flatten()[pairs, None]
+        inside = functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight
+        made[begin:end], made_scales[begin:end] = q8(inside.bfloat16())
+    return made, made_scales
