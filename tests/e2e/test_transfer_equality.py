@@ -159,6 +159,7 @@ async def test_aborts_in_every_state_and_preemption_leave_the_others_as_they_are
         await trio.settled()
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "mooncake"], indirect=True)
 async def test_drafts_at_the_decode_worker_change_nothing(tmp_path, model, transport):
     """V4.1 in miniature: pages, window rings, compressor rows and draft context travel; the single worker drafts nothing."""
     sets, plain = ("engine.chunk_tokens=64",), ("engine.chunk_tokens=64", 'engine.speculation.mode="off"')
