@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -150,3 +151,19 @@ def test_a_sidecar_ends_with_a_worker_that_is_killed(tmp_path):
         child = psutil.Process(pid)
         worker.kill()
     child.wait(10)
+
+
+def test_two_agents_with_one_telemetry_environment_both_start(memory, tmp_path, monkeypatch):
+    """Report 28: every process of a host gets the same exporter's port, and only one can have it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for name, value in {
+            "NIXL_TELEMETRY_ENABLE": "y",
+            "NIXL_TELEMETRY_EXPORTER": "prometheus",
+            "NIXL_TELEMETRY_PROMETHEUS_LOCAL": "y",
+            "NIXL_TELEMETRY_PROMETHEUS_PORT": str(taken.getsockname()[1]),
+        }.items():
+            monkeypatch.setenv(name, value)
+        spec = EngineSpec(module="kv_transfer.backends.nixl_engine", name=fresh_incarnation(), serves=True)
+        sidecar = Sidecar(spec, memory(fill=1).regions, str(tmp_path))
+        assert sidecar.export()
+        sidecar.close()
