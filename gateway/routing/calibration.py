@@ -18,6 +18,8 @@ ENOUGH = 8
 PRIOR_S = np.array([0.002, 5e-4, 1e-8])
 SPREAD = 9.0
 """A guess, and its variance in multiples of itself; a handful of prompts outweighs it."""
+NOISE = 0.05
+"""Variance of a measurement's relative error, about."""
 FARTHEST = 10.0
 """A measurement further than this factor from the fit counts as this far: a stall says nothing of the next prompt."""
 LEARNING = 0.1
@@ -27,7 +29,7 @@ NEAR_S, FAR_S = 1e-9, 4e-9
 
 @dataclass(slots=True)
 class _Fit:
-    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance in units of the relative error."""
+    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance."""
 
     factors: Floats = field(default_factory=lambda: np.ones(3))
     spread: Floats = field(default_factory=lambda: SPREAD * np.eye(3))
@@ -35,12 +37,15 @@ class _Fit:
 
     def observe(self, tokens: float, context: float, measured: float) -> None:
         features = PRIOR_S * (1.0, tokens, tokens * (context - tokens / 2))
+        # Relative to what is predicted, as soon as that is worth anything: relative to what was measured, prompts that
+        # happened to be fast would count for more than those that were slow.
+        scale = max(measured, 1e-6)
         if self.count >= ENOUGH:
-            predicted = max(float(features @ self.factors), 1e-6)
-            measured = min(max(measured, predicted / FARTHEST), predicted * FARTHEST)
-        features /= max(measured, 1e-6)
-        gain = self.spread @ features / (MEMORY + features @ self.spread @ features)
-        self.factors = self.factors + gain * (1.0 - features @ self.factors)
+            scale = max(float(features @ self.factors), 1e-6)
+            measured = min(max(measured, scale / FARTHEST), scale * FARTHEST)
+        features /= scale
+        gain = self.spread @ features / (MEMORY * NOISE + features @ self.spread @ features)
+        self.factors = self.factors + gain * (measured / scale - features @ self.factors)
         spread = (self.spread - np.outer(gain, features @ self.spread)) / MEMORY
         # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
         self.spread = spread * min(1.0, 3 * SPREAD / max(float(np.trace(spread)), 1e-12))
