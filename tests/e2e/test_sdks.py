@@ -1,8 +1,14 @@
 """Scripts of the official SDKs through a whole cluster: conversation, tools, vision and streams in every API."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -15,7 +21,9 @@ from engine.models.scripted_v41 import (
     WEATHER_QUESTION,
     WEATHER_REASONING,
     WEATHER_RESULT,
+    prepare_scripted_v41,
 )
+from tests.fakes import sglang_client
 from tests.fakes.audit import held_pages
 from tests.fakes.deepseek import ARGUMENTS, WEATHER
 from tests.fakes.live_cluster import running_cluster, wait_for
@@ -154,6 +162,49 @@ def test_errors_have_anthropics_shape(claude):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     with pytest.raises(anthropic.BadRequestError, match="takes no images"):
         say(claude, [{"role": "user", "content": [image]}])
+
+
+def test_sglangs_benchmark_client_finishes_and_counts_as_we_do(cluster, tmp_path):
+    """Its Python client: polls /v1/models, sends no `stream_options` of its own, opens a connection per request."""
+    if importlib.util.find_spec("sglang") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("sglang is not installed; make setup-dev installs it")
+    out = tmp_path / "out.jsonl"
+    flags = {
+        "--backend": "vllm-chat",
+        "--base-url": cluster.base_url,
+        "--model": NAME,
+        "--tokenizer": str(prepare_scripted_v41(tmp_path)),
+        "--dataset-name": "random-ids",
+        "--random-input-len": "60",
+        "--random-output-len": "12",
+        "--random-range-ratio": "1.0",
+        "--num-prompts": "12",
+        "--max-concurrency": "4",
+        "--output-file": str(out),
+        "--extra-request-body": json.dumps({"stream_options": {"include_usage": True}}),
+    }
+    script = Path(sglang_client.__file__)
+    before = counted(cluster)
+    run = subprocess.run(
+        [sys.executable, str(script), *(part for pair in flags.items() for part in pair), "--output-details"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    told = json.loads(out.read_text().splitlines()[-1])
+    assert (told["completed"], [error for error in told["errors"] if error]) == (12, [])
+    assert told["total_output_tokens"] == 12 * 12
+    # It sends one request more to warm up.
+    assert counted(cluster) - before == 13 * 12
+
+
+def counted(cluster) -> int:
+    """Output tokens that the gateway has told in usage so far."""
+    metrics = httpx.get(cluster.base_url + "/metrics").text
+    (line,) = [line for line in metrics.splitlines() if line.startswith("tandem_http_completion_tokens_total ")]
+    return int(float(line.split()[1]))
 
 
 def test_nothing_is_held_afterwards(cluster, claude):
