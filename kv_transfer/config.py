@@ -23,6 +23,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Address that peers connect to; empty: `host`."""
     segment_directory: str = "/dev/shm"  # noqa: S108 - the system's shared-memory file system, files are 0600
     """Where shared KV segments live."""
+    pull_chunks: bool = True
+    """Read each chunk while the source computes the next one; false: all of them after the last, for comparison."""
     digests: bool = False
     """Ask the source for crc32 digests and verify what landed."""
 

@@ -108,6 +108,8 @@ class Pull:
         told = self.parts.clock.now()
         await self._prepare()
         told = self._stage("prepare", told)
+        if not self.parts.config.pull_chunks:
+            await transfer.finished()
         while (chunk := await transfer.next_chunk()) is not None:
             transfer.check()
             await self._land(chunk)

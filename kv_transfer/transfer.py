@@ -101,6 +101,11 @@ class Transfer:
                 return None
             await self._wait()
 
+    async def finished(self) -> None:
+        """Wait for the final."""
+        while self.final is None:
+            await self._wait()
+
     async def released(self) -> None:
         """Wait for the source's word that the lease held to the end."""
         while not self._valid:

@@ -218,6 +218,20 @@ async def test_pages_are_read_while_the_source_computes_the_next_chunk(directory
         await pulling
 
 
+async def test_without_overlap_nothing_is_read_before_the_final(directory):
+    async with open_pair("loopback", directory, computing=False, config=quick(pull_chunks=False)) as pair:
+        pulling = asyncio.create_task(pair.pull(make_request(64)))
+        prefill = await pair.source_host.started.get()
+        await asyncio.sleep(0)
+        pair.source_host.compute(prefill, 48)
+        await asyncio.sleep(0.02)  # nothing to wait for: the point is that nothing is read
+        assert pair.bytes_landed == 0
+        pair.source_host.compute(prefill, 64)
+        pair.source_host.finish(prefill)
+        await pulling
+        pair.host.assert_landed(1, make_request(64), row=1)
+
+
 async def test_pages_are_allocated_only_when_a_chunk_is_ready(directory):
     async with open_pair("loopback", directory, computing=False) as pair:
         pulling = asyncio.create_task(pair.pull(make_request(64)))
