@@ -7,6 +7,7 @@ handle that is not over is kept until the agent is destroyed, which is the only 
 import gc
 import itertools
 import os
+import socket
 import threading
 import time
 import weakref
@@ -290,8 +291,12 @@ def _device_of(host: str) -> str:
     """Return the interface that has this address; empty for the unspecified address."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - asked for by the configuration
         return ""
+    try:
+        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ConfigError(f"transfer.host {host} cannot be resolved: {error}") from error
     for device, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
+        if any(address.address in wanted for address in addresses):
             return device
     raise ConfigError(f"no network interface has the address {host}; set transfer.host to one of this machine's")
 

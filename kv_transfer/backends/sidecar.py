@@ -152,6 +152,8 @@ class Sidecar:
                             self._reads[frame.number] = frame.outcome
                     elif frame.number in self._answers:
                         self._answers[frame.number] = frame
+                    elif isinstance(frame.value, int) and not frame.code:
+                        self.disconnect(frame.value)  # nobody waited so long for this connection
                     self._changed.notify_all()
         self._process.kill()
         status = self._process.wait()

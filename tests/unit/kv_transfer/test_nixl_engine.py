@@ -200,10 +200,11 @@ def test_a_failure_that_proves_nothing_is_told_as_such(ends, name):
     assert not target.read(peer, copies([0], [0], [10])).proven
 
 
-def test_an_address_that_is_not_ours_is_a_plain_error():
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_ours_is_a_plain_error(host):
     region = MemoryRegion(id=0, address=4096, nbytes=64, writable=True)
-    with pytest.raises(ConfigError, match="192.0.2.1"):
-        open_engine(EngineSpec(module="", name="x", host="192.0.2.1"), [region])
+    with pytest.raises(ConfigError, match=host):
+        open_engine(EngineSpec(module="", name="x", host=host), [region])
 
 
 def test_nothing_listens_beyond_the_configured_address(ends):
