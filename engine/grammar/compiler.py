@@ -6,6 +6,7 @@ Safe from any thread. Knows no rows and no requests.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -55,7 +56,7 @@ class GrammarCompiler:
         stop_ids: tuple[int, ...],
         wall_time: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`definition` is called when the first grammar comes; `stop_ids` end a text."""
+        """`definition` is called at once, on a thread; `stop_ids` end a text."""
         self.config = config
         self.meter = GrammarMeter()
         self.vocab_size = vocab_size
@@ -64,7 +65,7 @@ class GrammarCompiler:
         self._wall_time = wall_time
         self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="tandem-grammar")
         self._lock = threading.Lock()
-        self._vocabulary: Future[GrammarVocabulary] | None = None
+        self._vocabulary = self._threads.submit(self._load)
         self._kept: OrderedDict[bytes, tuple[int, Future[LLMatcher]]] = OrderedDict()
         """By digest: characters of the text, and what it was compiled to."""
         self._num_chars = 0
@@ -79,6 +80,10 @@ class GrammarCompiler:
         if not grammar:
             return
         self.meter.grammar_requests += 1
+        if not self._vocabulary.done():
+            # Only right after the start, and not this grammar's fault. If it fails, so does every grammar.
+            with contextlib.suppress(BadRequest):
+                await asyncio.wrap_future(self._vocabulary)
         compiled = asyncio.wrap_future(self._find(grammar))
         done, _ = await asyncio.wait((compiled,), timeout=self.config.compile_timeout_s)
         if not done:
@@ -90,7 +95,6 @@ class GrammarCompiler:
     def open(self, grammar: str) -> Constraint:
         """Return the constraint of a new sample; compiles here and now what is no longer kept. Raises as `ready`."""
         matcher = self._find(grammar).result().deep_copy()
-        assert self._vocabulary is not None, "a matcher needs a vocabulary"
         return Constraint(matcher, self._vocabulary.result())
 
     def statistics(self) -> dict[str, int | float]:
@@ -107,9 +111,7 @@ class GrammarCompiler:
             if self._waiting >= self.config.max_waiting:
                 raise NoCapacity("too many grammars wait to be compiled; try again soon", retry_after_s=1.0)
             self._waiting += 1
-            if self._vocabulary is None:
-                self._vocabulary = self._threads.submit(self._load)
-            compiled = self._threads.submit(self._compile, text, self._vocabulary)
+            compiled = self._threads.submit(self._compile, text)
             self._kept[key] = len(text), compiled
             self._num_chars += len(text)
             while len(self._kept) > 1 and self._is_full():
@@ -134,9 +136,9 @@ class GrammarCompiler:
         except ValueError as error:
             raise BadRequest(f"this model's tokenizer cannot be used with grammars: {error}", param=_FIELD) from error
 
-    def _compile(self, text: str, vocabulary: Future[GrammarVocabulary]) -> LLMatcher:
+    def _compile(self, text: str) -> LLMatcher:
         # Loading was queued before, so some thread is at it: this wait ends.
-        tokenizer = vocabulary.result().tokenizer
+        tokenizer = self._vocabulary.result().tokenizer
         started = self._wall_time()
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits())
         seconds, is_wrong = self._wall_time() - started, matcher.is_error()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from core.errors import BadRequest
 
@@ -118,7 +118,7 @@ def text_grammar_shape(grammar: str, param: str) -> Shape:
     if "::=" in grammar:
         try:
             grammar = gbnf_to_lark(grammar)
-        except (ValueError, RecursionError) as error:
+        except (GbnfToLarkError, RecursionError) as error:
             raise BadRequest(f"`{param}` is no EBNF grammar: {error}", param=param) from error
     return Shape({"lark_grammar": grammar}, Source(param))
 
@@ -198,12 +198,12 @@ def tags_shape(tags: Sequence[Tag], triggers: Sequence[str], added: Mapping[str,
     parts = Parts(prefix="tag")
     names: list[str] = []
     for number, trigger in enumerate(triggers):
-        opened = tokens_apart(trigger, added)
+        opened, where = tokens_apart(trigger, added), f"{param}.triggers[{number}]"
         if len(opened) != 1:
-            raise BadRequest(f"`{param}.triggers[{number}]` must be plain text or one special token", param=param)
+            raise BadRequest(f"`{where}` must be plain text or one special token", param=where)
         begun = [tag for tag in tags if tag.begin.startswith(trigger)]
         if not begun:
-            raise BadRequest(f"`{param}.triggers[{number}]` begins none of the structures", param=param)
+            raise BadRequest(f"`{where}` begins none of the structures", param=where)
         ways = " | ".join(_tag_rule(tag, trigger, added, parts) for tag in begun)
         if isinstance(opened[0], str):
             parts.rules.append(f"h{number}[lazy]: {ANY_TEXT} {quoted(opened[0])}")

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
@@ -73,6 +74,21 @@ def test_no_added_token_stands_for_its_text(accepts):
     assert accepts(grammar, '"<|im_end|> <think>"'), "spelled out it is text like any other"
     for token in (MARK, BEGIN_THINK, 256, 258):
         assert not accepts(grammar, '"', token, '"')
+
+
+def test_forced_text_that_spells_a_token_is_spelled_out(vocabulary):
+    # The library tokenizes forced text by itself, and would choose the token.
+    for grammar in (
+        content_grammar(choice_shape(["<|im_end|>b"], "f")),
+        content_grammar(json_shape({"const": "<|im_end|>"}, "f")),
+    ):
+        matcher = LLMatcher(vocabulary.tokenizer, grammar.text)
+        while not matcher.is_stopped():
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[:SIZE])
+            assert allowed.max() < 256
+            matcher.consume_token(int(allowed[0]))
+        assert not matcher.is_error()
 
 
 def test_reasoning_is_free_until_its_end(accepts):
