@@ -6,7 +6,7 @@ out; a worker whose membership stream broke gets no new work but keeps its place
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.clock import Clock
@@ -45,6 +45,12 @@ class Member:
     """Prompts of ours that it has not computed yet, in order: predicted seconds by their receipt."""
     computed_at: float = 0.0
     """When it last finished one of ours."""
+
+    @property
+    def takes_work(self) -> bool:
+        """Connected and READY by its last report."""
+        is_ready = self.load is not None and self.load.state is State.READY
+        return is_ready and self.connected and not self.suspected and not self.draining
 
     @property
     def worker_id(self) -> WorkerId:
@@ -105,6 +111,7 @@ class Directory:
         self._slots: list[Member | None] = [None] * 16
         self._breakers: dict[WorkerId, tuple[Breaker, float]] = {}
         self._groups: dict[tuple[str, bytes], list[Member]] = {}
+        self._ranks: dict[str, set[Member]] = {}
 
     def now(self) -> float:
         """Return the time of this directory's clock."""
@@ -131,7 +138,8 @@ class Directory:
                 "give this one another id or stop the other",
                 retry_after_s=self.ttl_s,
             )
-        self._check_fingerprint(registration, replaced=old)
+        if not self._mixed:
+            _check_fingerprint(registration, (one for one in self._members.values() if one is not old))
         if old is not None:
             self._remove(old)
         member = Member(
@@ -143,6 +151,7 @@ class Directory:
         self._members[member.worker_id] = member
         self._slots[member.slot] = member
         self._groups.setdefault(_group(registration), []).append(member)
+        self._ranks.setdefault(registration.group_id, set()).add(member)
         self._describe(member)
         self._publish(member)
         return member, old
@@ -223,39 +232,6 @@ class Directory:
         member.draining = True
         self._publish(member)
 
-    def queue(self, member: Member, receipt: object, tokens: float, seconds: float) -> None:
-        """A prompt of ours waits there from now on."""
-        fleet, slot = self.fleet, member.slot
-        if not member.prompts:
-            fleet.head_s[slot], fleet.head_since[slot] = seconds, self._clock.now()
-        member.prompts[receipt] = seconds
-        fleet.own_prompts[slot] += 1
-        fleet.own_tokens[slot] += tokens
-        fleet.own_s[slot] += seconds
-        fleet.recent_s[slot] += seconds
-
-    def unqueue(self, member: Member, receipt: object, tokens: float) -> None:
-        """It waits there no more: computed, or placed elsewhere."""
-        fleet, slot = self.fleet, member.slot
-        seconds = member.prompts.pop(receipt)
-        if not member.alive:
-            return
-        fleet.own_prompts[slot] -= 1
-        fleet.own_tokens[slot] -= tokens
-        # Sums of floats drift; an empty queue is exactly empty.
-        fleet.own_s[slot] = fleet.own_s[slot] - seconds if member.prompts else 0.0
-        fleet.head_s[slot], fleet.head_since[slot] = next(iter(member.prompts.values()), 0.0), self._clock.now()
-
-    def computed(self, member: Member, *, since: float, tokens: int, context: int) -> None:
-        """It computed a prompt of ours of `context` tokens, `tokens` of them anew, sent at `since`.
-
-        Its time is known where the worker was ours alone: it began when it was sent or when the one before was done.
-        """
-        now = self._clock.now()
-        if member.alive and not self.fleet.foreign_tokens[member.slot]:
-            self.costs.observe(self.fleet, member.slot, tokens, context, now - max(since, member.computed_at))
-        member.computed_at = now
-
     # Questions
 
     def __iter__(self) -> Iterator[Member]:
@@ -288,19 +264,6 @@ class Directory:
 
     # Book-keeping
 
-    def _check_fingerprint(self, registration: Registration, replaced: Member | None) -> None:
-        if self._mixed:
-            return
-        for other in self._members.values():
-            told = other.registration
-            if other is replaced or told.model != registration.model or told.fingerprint == registration.fingerprint:
-                continue
-            raise NamespaceMismatch(
-                f"worker {registration.worker_id!r} has fingerprint {registration.fingerprint.hex()[:12]}, but "
-                f"{told.worker_id!r} serves {told.model!r} here with {told.fingerprint.hex()[:12]}: model files, "
-                "tokenizer, page size and version must be equal (or allow `membership.mixed_fingerprints`)"
-            )
-
     def _breaker(self, worker_id: WorkerId, now: float) -> Breaker:
         breaker = self._breakers[worker_id][0] if worker_id in self._breakers else Breaker(self._rules)
         self._breakers[worker_id] = (breaker, now)
@@ -324,6 +287,12 @@ class Directory:
         if not group:
             del self._groups[_group(member.registration)]
         self._breakers[member.worker_id] = (member.breaker, self._clock.now())
+        ranks = self._ranks[member.registration.group_id]
+        ranks.remove(member)
+        if not ranks:
+            del self._ranks[member.registration.group_id]
+        elif member.registration.group_id:
+            self._publish(next(iter(ranks)))
 
     def _describe(self, member: Member) -> None:
         fleet, slot, told = self.fleet, member.slot, member.registration
@@ -358,8 +327,10 @@ class Directory:
         if not member.alive:
             return
         fleet, slot = self.fleet, member.slot
-        state_ok = member.load is not None and member.load.state is State.READY
-        fleet.ready[slot] = state_ok and member.connected and not member.suspected and not member.draining
+        if member.registration.group_id:
+            _publish_group(fleet, self._ranks[member.registration.group_id], member.registration.dp_size)
+        else:
+            fleet.ready[slot] = member.takes_work
         fleet.probing[slot] = member.breaker.probing
         fleet.lease_until[slot] = member.lease_until
         fleet.open_until[slot] = member.breaker.open_until
@@ -367,3 +338,20 @@ class Directory:
 
 def _group(registration: Registration) -> tuple[str, bytes]:
     return registration.model, registration.fingerprint
+
+
+def _check_fingerprint(registration: Registration, others: Iterable[Member]) -> None:
+    for other in others:
+        told = other.registration
+        if told.model == registration.model and told.fingerprint != registration.fingerprint:
+            raise NamespaceMismatch(
+                f"worker {registration.worker_id!r} has fingerprint {registration.fingerprint.hex()[:12]}, but "
+                f"{told.worker_id!r} serves {told.model!r} here with {told.fingerprint.hex()[:12]}: model files, "
+                "tokenizer, page size and version must be equal (or allow `membership.mixed_fingerprints`)"
+            )
+
+
+def _publish_group(fleet: Fleet, ranks: Collection[Member], size: int) -> None:
+    """Ranks compute in lock step: a group takes work only while all of it does."""
+    is_up = len(ranks) >= size and all(rank.takes_work for rank in ranks)
+    fleet.ready[[rank.slot for rank in ranks]] = is_up

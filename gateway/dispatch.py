@@ -46,7 +46,7 @@ class Dispatch:
         target = prefill or self._decode
         if target.alive:
             self._computing = target
-            self._directory.queue(target, self, self._tokens, seconds)
+            queue_prompt(self._directory, target, self, self._tokens, seconds)
         if prefill is not None:
             self._directory.dispatched(prefill)
 
@@ -56,8 +56,8 @@ class Dispatch:
             return 0.0
         if self._computing is not self._decode:
             self._directory.succeeded(self._computing)
-        self._directory.computed(self._computing, since=self._since, tokens=self._tokens, context=self._context)
         self.computed_at = self._directory.now()
+        self._learn(self._computing, self.computed_at)
         self._give_back()
         return self.computed_at - self._since
 
@@ -73,10 +73,43 @@ class Dispatch:
             self._directory.fleet.own_requests[self._decode.slot] -= 1
         self._directory.undecided(self._decode)
 
+    def _learn(self, member: Member, now: float) -> None:
+        """Its time is known where the worker was ours alone: it began when it was sent or when the one before was done."""
+        fleet = self._directory.fleet
+        if member.alive and not fleet.foreign_tokens[member.slot]:
+            took_s = now - max(self._since, member.computed_at)
+            self._directory.costs.observe(fleet, member.slot, self._tokens, self._context, took_s)
+        member.computed_at = now
+
     def _give_back(self) -> None:
         target, self._computing = self._computing, None
         if target is not None:
-            self._directory.unqueue(target, self, self._tokens)
+            unqueue_prompt(self._directory, target, self, self._tokens)
+
+
+def queue_prompt(directory: Directory, member: Member, receipt: object, tokens: float, seconds: float) -> None:
+    """A prompt of ours waits there from now on; `seconds` are predicted."""
+    fleet, slot = directory.fleet, member.slot
+    if not member.prompts:
+        fleet.head_s[slot], fleet.head_since[slot] = seconds, directory.now()
+    member.prompts[receipt] = seconds
+    fleet.own_prompts[slot] += 1
+    fleet.own_tokens[slot] += tokens
+    fleet.own_s[slot] += seconds
+    fleet.recent_s[slot] += seconds
+
+
+def unqueue_prompt(directory: Directory, member: Member, receipt: object, tokens: float) -> None:
+    """It waits there no more: computed, or placed elsewhere."""
+    fleet, slot = directory.fleet, member.slot
+    seconds = member.prompts.pop(receipt)
+    if not member.alive:
+        return
+    fleet.own_prompts[slot] -= 1
+    fleet.own_tokens[slot] -= tokens
+    # Sums of floats drift; an empty queue is exactly empty.
+    fleet.own_s[slot] = fleet.own_s[slot] - seconds if member.prompts else 0.0
+    fleet.head_s[slot], fleet.head_since[slot] = next(iter(member.prompts.values()), 0.0), directory.now()
 
 
 def decay_recent(directory: Directory, elapsed_s: float) -> None:

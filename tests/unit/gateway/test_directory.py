@@ -6,6 +6,7 @@ from core.ids import WorkerId
 from core.lifecycle import State
 from core.worker import Role
 from gateway.directory import Directory
+from gateway.dispatch import queue_prompt, unqueue_prompt
 from gateway.routing import filters
 from tests.fakes.cluster import MODEL, load, registration
 
@@ -157,26 +158,26 @@ def test_slots_are_reused_clean_and_grow_beyond_the_first_sixteen(directory):
 def test_of_a_report_only_what_is_not_ours_is_new(directory):
     member = joined(directory, "p1", Role.PREFILL)
     fleet, slot = directory.fleet, member.slot
-    directory.queue(member, "receipt", 500, 0.5)
+    queue_prompt(directory, member, "receipt", 500, 0.5)
     directory.heartbeat(member, load(waiting_tokens=200, running_requests=1))
     assert fleet.foreign_tokens[slot] == 0.0
     directory.heartbeat(member, load(waiting_tokens=700, running_requests=3))
     assert (fleet.foreign_tokens[slot], fleet.foreign_requests[slot]) == (200.0, 3.0)
-    directory.unqueue(member, "receipt", 500)
+    unqueue_prompt(directory, member, "receipt", 500)
     assert (fleet.own_tokens[slot], fleet.own_s[slot], fleet.own_prompts[slot]) == (0.0, 0.0, 0.0)
 
 
 def test_the_queue_of_our_own_prompts_shrinks_while_the_first_is_computed(directory, clock):
     member = joined(directory, "p1", Role.PREFILL)
-    directory.queue(member, "a", 100, 1.0)
-    directory.queue(member, "b", 200, 2.0)
+    queue_prompt(directory, member, "a", 100, 1.0)
+    queue_prompt(directory, member, "b", 200, 2.0)
     waits = []
     for elapsed in (0.0, 0.4, 5.0):
         clock.advance(elapsed)
         waits.append(float(directory.fleet.own_queue_s(clock.now())[member.slot]))
     # However late the first is, the second needs its time.
     assert waits == pytest.approx([3.0, 2.6, 2.0])
-    directory.unqueue(member, "a", 100)
+    unqueue_prompt(directory, member, "a", 100)
     assert directory.fleet.own_queue_s(clock.now())[member.slot] == pytest.approx(2.0)
 
 
@@ -201,3 +202,17 @@ def test_a_renewed_registration_of_one_incarnation_keeps_its_load(directory, clo
     clock.advance(2.0)
     assert directory.expire() == []
     assert member.load is not None
+
+
+def test_a_group_of_ranks_takes_work_only_while_all_of_it_does(directory, clock):
+    ranks = [joined(directory, f"p{n}", Role.PREFILL, group_id="g", dp_rank=n, dp_size=3) for n in range(2)]
+    joined(directory, "alone", Role.PREFILL, group_id="other", dp_size=1)
+    assert routable(directory, clock) == ["alone"]
+    ranks.append(joined(directory, "p2", Role.PREFILL, group_id="g", dp_rank=2, dp_size=3))
+    assert routable(directory, clock) == ["alone", "p0", "p1", "p2"]
+    directory.heartbeat(ranks[1], load(state=State.DRAINING))
+    assert routable(directory, clock) == ["alone"]
+    directory.heartbeat(ranks[1], load())
+    assert routable(directory, clock) == ["alone", "p0", "p1", "p2"]
+    directory.deregister(ranks[0])
+    assert routable(directory, clock) == ["alone"]
