@@ -50,9 +50,14 @@ class Breaker:
         """The probe ended without saying anything of the worker (its client left): allow another."""
         self.probing = False
 
-    def failed(self, now: float) -> None:
-        """The worker failed at something that says it is ill; quarantine doubles with each further failure."""
-        if now - self.failed_at < self.rules.coalesce_s and not self.probing:
+    def failed(self, now: float, sent_at: float | None = None) -> None:
+        """The worker failed at something that says it is ill; quarantine doubles with each further failure.
+
+        What was sent (`sent_at`) before the last failure failed together with it; where that is not known, what came
+        within `coalesce_s` did.
+        """
+        together = sent_at <= self.failed_at if sent_at is not None else now - self.failed_at < self.rules.coalesce_s
+        if together and not self.probing:
             return
         self.failed_at = now
         self.probing = False

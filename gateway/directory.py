@@ -205,9 +205,9 @@ class Directory:
 
     # What we learn of them
 
-    def failed(self, member: Member) -> None:
-        """It failed at something that says the worker itself is ill."""
-        member.breaker.failed(self._clock.now())
+    def failed(self, member: Member, sent_at: float | None = None) -> None:
+        """It failed at something that says the worker itself is ill; at a request of ours if `sent_at` is told."""
+        member.breaker.failed(self._clock.now(), sent_at)
         self._publish(member)
 
     def succeeded(self, member: Member) -> None:

@@ -222,7 +222,7 @@ class SampleRun:
         if isinstance(failure.error, Draining):
             directory.draining(decode)
         elif failure.by_worker and isinstance(failure.error, (WorkerLost, InvariantError)):
-            directory.failed(decode)
+            directory.failed(decode, self._attempt.lease.since)
 
     def _note_retry(self, failure: Failure, verdict: Again) -> None:
         metrics = self._cluster.metrics

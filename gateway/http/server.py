@@ -141,7 +141,8 @@ def _open_context(tls: HttpTls) -> ssl.SSLContext | None:
 def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     """Return a socket bound to the address, not listening yet; `ConfigError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named, because asyncio sends small writes at once only on sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -68,3 +68,15 @@ def test_a_success_between_failures_starts_the_count_again():
     breaker.failed(1.0)
     breaker.failed(2.0)
     assert breaker.permits(2.0)
+
+
+def test_what_was_sent_before_a_failure_failed_with_it_and_what_was_sent_after_counts_anew():
+    breaker = Breaker(BreakerRules(threshold=3))
+    breaker.failed(10.0, sent_at=9.0)
+    for sent_at in (9.5, 10.0):
+        breaker.failed(10.001, sent_at=sent_at)
+    assert breaker.failures == 1
+    for number in (1, 2):
+        breaker.failed(10.0 + 0.002 * number, sent_at=10.0 + 0.002 * number - 0.001)
+    assert breaker.failures == 3
+    assert not breaker.permits(10.01)
