@@ -19,6 +19,7 @@ from core.hashing import image_digest
 from core.image_plan import ImageRules, plan_image
 from core.request import MmItem
 from gateway.text.chat import ImagePart
+from gateway.text.remote_images import RemoteImages, fetch_image
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _BROKEN = (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError)
@@ -37,16 +38,15 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of one picture as sent; larger ones are refused before they are decoded."""
     max_bytes: Annotated[int, Meta(ge=1)] = 40 << 20
     """Of all images of a request as the model sees them: they travel with it, in parts (`core.rpc.pixels`)."""
+    remote: RemoteImages = RemoteImages()
 
 
-def decode_url(part: ImagePart) -> bytes:
-    """Return the file in a data: URL; raises `BadRequest`."""
+def decode_url(part: ImagePart, remote: RemoteImages) -> bytes:
+    """Return the file in a data: URL, or at an allowed address; raises `BadRequest`."""
     head, comma, body = part.url.partition(",")
     scheme, colon, kind = head.partition(":")
     if scheme.lower() != "data" or not colon:
-        raise BadRequest(
-            f"`{part.where}`: images are taken as data: URLs only; nothing is fetched from elsewhere", param=part.where
-        )
+        return fetch_image(part, remote)
     kind = kind.lower()
     if not comma or not kind.endswith(";base64") or not kind.startswith("image/"):
         raise BadRequest(f"`{part.where}` must read data:image/...;base64,...", param=part.where)
@@ -58,7 +58,7 @@ def decode_url(part: ImagePart) -> bytes:
 
 def load_image(part: ImagePart, rules: ImageRules, limits: ImageLimits) -> MmItem:
     """Return the image at position 0 of no prompt yet: `end` is its number of positions. Raises `BadRequest`."""
-    data = decode_url(part)
+    data = decode_url(part, limits.remote)
     try:
         return _load(data, part, rules, limits)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

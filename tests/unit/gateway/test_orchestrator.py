@@ -376,3 +376,13 @@ async def test_a_probe_that_only_forwards_a_first_token_keeps_others_out():
                 pass
             with pytest.raises(NoCapacity):
                 await collect(gateway.orchestrator, ASKED)
+
+
+async def test_router_135_a_model_stays_listed_when_all_its_workers_are_gone():
+    async with sim_gateway() as gateway:
+        gateway.add_decode("d1")
+        listed = gateway.orchestrator.models()
+        assert len(listed) == 1
+        gateway.directory.deregister(gateway.directory.find("d1"))
+        assert gateway.directory.find("d1") is None
+        assert gateway.orchestrator.models() == listed

@@ -3,6 +3,8 @@
 The package's silent habits are pinned here (gateway.md 3.4), so that an upgrade that changes them is noticed.
 """
 
+import json
+
 import deepseek_recipe as recipe
 import pytest
 
@@ -12,7 +14,7 @@ from gateway.http.schema import decode_body
 from gateway.text.chat import Chat, ChatFormat
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes.asgi import post
-from tests.fakes.deepseek import EOS, SERVED, load_chat, spell, write_trained
+from tests.fakes.deepseek import CALL_TEXT, EOS, SERVED, load_chat, spell, write_trained
 from tests.fakes.generator import ScriptedGenerator, obedient
 from tests.fakes.http_api import CHAT, call_api
 from tests.fakes.streams import MESSAGES, RESPONSES, body_of
@@ -178,3 +180,68 @@ def test_the_package_answers_a_follow_up_without_its_history():
     assert theirs(recipe.ResponsesRequest, {**body, "previous_response_id": "resp_1"}) == theirs(
         recipe.ResponsesRequest, body
     )
+
+
+# What the package's parser leaves to its caller (gateway.md 3.5): `gateway.text.deepseek_answer` is built on these.
+
+
+def parsed(pieces: list[str], *, tools: bool = True, finish: bool = True) -> list[dict]:
+    """The deltas of a chat's stream over texts."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}
+    if tools:
+        function = {"name": "w", "parameters": SCHEMA}
+        body["tools"] = [{"type": "function", "function": function}]
+    options = recipe.ConversionOptions().with_model_versions_by_name({"m": recipe.ModelVersion.DeepseekV41Flash})
+    request = recipe.ChatCompletionRequest(body).convert(options)
+    generator = recipe.ChatCompletionRequest.chunk_generator(request, "id", "m")
+    processor = recipe.StreamProcessor(generator, request.parsing_options)
+    events = list(processor.push(recipe.InferenceChunk.ready()))
+    for piece in pieces:
+        events += processor.push(recipe.InferenceChunk.text(piece))
+    if finish:
+        events += processor.push(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
+        events += processor.finish()
+    else:
+        processor.close()
+    return [json.loads(event.to_json()) for event in events]
+
+
+def content(events: list[dict]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+
+
+MARKUP = CALL_TEXT.replace("get_weather", "w")
+
+
+def test_the_parser_shows_the_end_token_unless_it_is_taken_away():
+    assert content(parsed(["Hi", "<｜end▁of▁sentence｜>"])) == "Hi<｜end▁of▁sentence｜>"
+
+
+def test_the_parser_puts_usage_where_openai_does_not():
+    events = parsed(["Hi"])
+    assert events[-1]["choices"], "no chunk of its own for usage"
+    assert events[-1]["usage"] is not None
+
+
+def test_the_parser_drops_text_behind_calls_and_swallows_a_broken_begin():
+    assert content(parsed([MARKUP, "and more"])) == ""
+    assert content(parsed(["So. \n\n<｜DSML｜ calls>\n<｜DSML｜ inv"])) == "So. "
+
+
+def test_the_parser_takes_the_name_first_and_passes_unknown_ones():
+    calls = [call for event in parsed([MARKUP]) for call in event["choices"][0]["delta"].get("tool_calls") or []]
+    assert calls[0]["function"]["name"] == "w"
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"city": "Paris", "days": 3}
+    unknown = parsed([CALL_TEXT])
+    assert any(event["choices"][0]["delta"].get("tool_calls") for event in unknown)
+
+
+def test_the_parser_copies_broken_arguments_as_they_are():
+    broken = MARKUP.replace(">3<", ">3x{<")
+    calls = [call for event in parsed([broken]) for call in event["choices"][0]["delta"].get("tool_calls") or []]
+    with pytest.raises(ValueError, match="delimiter"):
+        json.loads("".join(call["function"]["arguments"] for call in calls))
+
+
+def test_the_parser_leaves_markup_as_text_where_there_are_no_tools():
+    assert content(parsed([MARKUP], tools=False)) == MARKUP
