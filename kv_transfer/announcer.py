@@ -11,7 +11,7 @@ from core.handover import ChunkReady, Final
 from core.kv import KVLayout
 from kv_transfer.api import MemoryRegion
 from kv_transfer.digest import page_digests, row_digests
-from kv_transfer.memory import region_view
+from kv_transfer.memory import host_views
 from kv_transfer.source_link import SourceLink
 from kv_transfer.source_transfer import SourceTransfer
 
@@ -21,7 +21,7 @@ class Announcer:
 
     def __init__(self, layout: KVLayout, regions: Sequence[MemoryRegion], tasks: Tasks) -> None:
         self._layout = layout
-        self._views = {region.id: region_view(region) for region in regions}
+        self._views = host_views(regions)
         self._tasks = tasks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 

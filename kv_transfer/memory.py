@@ -11,7 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from core.errors import ConfigError
 from core.ids import Incarnation
-from kv_transfer.api import MemoryRegion
+from kv_transfer.api import HOST, MemoryRegion
 
 U8 = npt.NDArray[np.uint8]
 SEGMENT_PREFIX = "tandem-kv-"
@@ -29,10 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def region_view(region: MemoryRegion) -> U8:
-    """Return the region's bytes as a uint8 array; valid while the region's memory is mapped."""
+    """Return the region's bytes as a uint8 array; valid while the region's memory is mapped. Host memory only."""
+    assert region.device == HOST, "no CPU instruction may touch memory of a device"
     array = np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.address))
     array.flags.writeable = region.writable
     return array
+
+
+def host_views(regions: Iterable[MemoryRegion]) -> dict[int, U8]:
+    """Return the bytes of the regions that lie in host memory, by region id."""
+    return {region.id: region_view(region) for region in regions if region.device == HOST}
 
 
 @dataclass(frozen=True, slots=True)

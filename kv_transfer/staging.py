@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from core.errors import ConfigError
 from core.ids import Incarnation
 from core.kv import ComponentKind, KVLayout
-from kv_transfer.api import MemoryRegion
-from kv_transfer.memory import U8, allocate, region_view
+from kv_transfer.api import HOST, MemoryRegion
+from kv_transfer.memory import U8, allocate, host_views, region_view
 from kv_transfer.plan import plan_rows
 
 _ALIGN = 64
@@ -24,13 +25,17 @@ class Staging:
     def __init__(
         self, layout: KVLayout, regions: Sequence[MemoryRegion], slots: int, max_run_bytes: int, who: Incarnation
     ) -> None:
+        devices = {region.id for region in regions if region.device != HOST}
+        stranded = [c.name for c in layout.components if c.region in devices and c.kind is not ComponentKind.PAGED]
+        if stranded:
+            raise ConfigError(f"row state {stranded[0]} is on a GPU, and only pages can be handed over there")
         self._target = layout
         self._max_run_bytes = max_run_bytes
         region_id = 1 + max((region.id for region in regions), default=-1)
         self.layout = _slot_layout(layout, region_id, slots)
         """Layout of the slots: record i of every component lies in slot i."""
         self.region: MemoryRegion | None = None
-        self.views: Mapping[int, U8] = {region.id: region_view(region) for region in regions}
+        self.views: Mapping[int, U8] = host_views(regions)
         self._memory = None
         if self.layout.components:
             self._memory = allocate(

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from core.errors import BadRequest, ConfigError
 from kv_transfer.api import MemoryRegion, Records
-from kv_transfer.memory import U8, region_view
+from kv_transfer.memory import U8, host_views
 from kv_transfer.plan import check_bounds
 
 
 class RegionTable:
-    """Regions by id, with their bytes. Filled before use, read from any thread."""
+    """Regions by id, with their bytes if the host has them. Filled before use, read from any thread."""
 
     def __init__(self) -> None:
         self.regions: dict[int, MemoryRegion] = {}
@@ -25,7 +25,7 @@ class RegionTable:
             if region.address < other.address + other.nbytes and other.address < region.address + region.nbytes:
                 raise ConfigError(f"KV regions {region.id} and {other.id} overlap")
         self.regions[region.id] = region
-        self.views[region.id] = region_view(region)
+        self.views |= host_views([region])
 
     def check(self, records: Records, source: Mapping[int, int]) -> None:
         """Raise BadRequest unless a read of `records` from regions of these sizes into ours stays inside both."""
