@@ -69,22 +69,19 @@ class Landing:
             self._freed.wait_for(lambda: self._free, timeout_s)
             return self._free.pop() if self._free else None
 
-    def release(self, slot: int) -> None:
-        """Give a slot back whose read is proven over."""
+    def settle(self, slot: int, *, proven: bool = True) -> None:
+        """The read of this slot is over: the slot is free; without proof only the fence gives it back."""
         with self._freed:
-            self._free.append(slot)
-            self._freed.notify()
+            if proven:
+                self._free.append(slot)
+                self._freed.notify()
+            else:
+                self._lost += 1
 
     def retire(self, ticket: int, slot: int) -> None:
         """Nobody waits for this read any more: keep its slot until its proof."""
         with self._freed:
             self._retired[ticket] = slot
-
-    def lose(self, slot: int) -> None:
-        """The read of this slot failed without proof: only the fence gives it back."""
-        with self._freed:
-            self._lost += 1
-            del slot
 
     def place(self, slot: int, records: Records) -> Records:
         """Return the read that packs the sources of `records` into a slot."""

@@ -34,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
     error: str = ""
     proven: bool = True
-    """False: it failed, and bytes of it may still land until the engine is closed."""
+    """False: bytes of it, or of an earlier attempt at it, may still land until the engine is closed."""
 
 
 class NativeEngine(Protocol):

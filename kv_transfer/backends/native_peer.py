@@ -1,6 +1,5 @@
 """A source that is read through a native engine, on its lane's thread: through the landing ring, or straight to the regions."""
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -65,7 +64,8 @@ class NativePeer(LanePeer):
         if outcome is None:
             landing.retire(ticket, slot)
             raise TransferFailed(f"no byte came within {timeout_s:g} s")
-        self._settle(landing, slot, outcome)
+        landing.settle(slot, proven=outcome.proven)
+        _check(outcome)
         return self.shared.clock.now() - start
 
     def disconnect(self) -> None:
@@ -88,17 +88,8 @@ class NativePeer(LanePeer):
         try:
             return landing.engine.post(handle, landing.place(slot, records))
         except TandemError:
-            landing.release(slot)  # nothing was posted
+            landing.settle(slot)  # nothing was posted
             raise
-
-    def _settle(self, landing: Landing, slot: int, outcome: Outcome) -> None:
-        """Give the slot back if the read is proven over; raises TransferFailed if it failed."""
-        if outcome.proven:
-            landing.release(slot)
-        else:
-            landing.lose(slot)
-        if outcome.error:
-            raise TransferFailed(outcome.error)
 
 
 class StagedPeer(NativePeer):
@@ -136,14 +127,13 @@ class StagedPeer(NativePeer):
             if self.shared.clock.now() - start >= patience_s:
                 raise TransferFailed(f"no byte came for {patience_s:g} s")
         flying.popleft()
-        if not outcome.error:
-            with contextlib.ExitStack() as stack:
-                stack.callback(landing.release if outcome.proven else landing.lose, slot)
-                job.check(self.shared.clock)
-                landing.copy_out(slot, piece, self.shared.regions.views[piece.target_region])
-                job.op.landed_bytes += piece.total_bytes
-        else:
-            self._settle(landing, slot, outcome)
+        try:
+            _check(outcome)
+            job.check(self.shared.clock)
+            landing.copy_out(slot, piece, self.shared.regions.views[piece.target_region])
+            job.op.landed_bytes += piece.total_bytes
+        finally:
+            landing.settle(slot, proven=outcome.proven)
 
 
 class DirectPeer(NativePeer):
@@ -162,9 +152,14 @@ class DirectPeer(NativePeer):
                 except TandemError as error:
                     self.shared.ledger.doubt(job.op, error)
             if not outcome.proven:
-                self.shared.ledger.doubt(job.op, TransferFailed(outcome.error))
+                self.shared.ledger.doubt(job.op, TransferFailed(outcome.error or "the library gave no proof"))
                 self._landings.fence(landing)
-            if outcome.error:
-                raise TransferFailed(outcome.error)
+                raise TransferFailed(outcome.error or "the library gave no proof")
+            _check(outcome)
             job.op.landed_bytes += piece.total_bytes
         job.check(self.shared.clock)
+
+
+def _check(outcome: Outcome) -> None:
+    if outcome.error:
+        raise TransferFailed(outcome.error)

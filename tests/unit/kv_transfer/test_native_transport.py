@@ -178,6 +178,23 @@ def test_an_unproven_failure_costs_slots_until_the_fence(ends):
     assert target.transport.statistics()["engine_restarts"] >= 1
 
 
+def test_a_read_that_arrived_at_a_second_attempt_is_whole_and_its_slots_wait_for_the_fence(ends):
+    """Mooncake's retry in place: what the first attempt left behind may write the slots again, never the pages."""
+    plan = Plan(again="")
+    source, target, peer = healed(plan, ends)
+    states = []
+
+    def reads_until_fenced():
+        op = target.read(peer, copies([0], [0], [100]))
+        target.until(lambda: target.transport.quiesced(op))
+        states.append(op.state)
+        return target.transport.statistics()["engine_restarts"] >= 1
+
+    target.until(reads_until_fenced)
+    assert states.count(OpState.DONE) >= 3, "a ring of four slots gives up half of them before it is replaced"
+    assert (target.bytes[:100] == 7).all()
+
+
 def test_a_direct_read_stays_unproven_until_the_engine_is_destroyed(ends):
     source, target, peer = healed(Plan(direct=True, hang=""), ends)
     op = target.begin(peer)
