@@ -88,7 +88,12 @@ class WorkerShell:
         self._metrics = metrics
         self._departure = departure
         self._clock = clock
-        self._lifecycle = Lifecycle(lambda state: _LOG.info("state: %s", state.value))
+        self._state = metrics.gauge("tandem_worker_state", "1 for the present state.", {"state": tuple(State)})
+        self._phases = metrics.gauge(
+            "tandem_worker_phase_seconds", "How long a state lasted: start-up, warm-up, drain.", {"state": tuple(State)}
+        )
+        self._entered_at, self._shown = clock.now(), State.STARTING
+        self._lifecycle = Lifecycle(self._entered)
         self._body: WorkerBody | None = None
         self._membership: MembershipClient | None = None
         self._load: Load | None = None
@@ -118,6 +123,14 @@ class WorkerShell:
         port = listener.start()
         stack.callback(listener.close)
         self.http_address = self._address(port)
+
+    def _entered(self, state: State) -> None:
+        _LOG.info("state: %s", state.value)
+        now, before = self._clock.now(), self._shown
+        self._phases.labels(before).set(now - self._entered_at)
+        self._state.labels(before).set(0)
+        self._state.labels(state).set(1)
+        self._entered_at, self._shown = now, state
 
     def enter(self, state: State) -> None:
         """Move the life cycle while starting."""

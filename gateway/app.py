@@ -133,7 +133,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         ready_file.write({"id": config.id, "kind": KIND, "incarnation": proof.incarnation, **facts})
         logger.info("serving at http://%s, workers join at %s", facts["http_address"], membership_address)
         await departure.wait()
-        await _leave(lifecycle, core.admission, http, departure)
+        await _leave(lifecycle, core.admission, http, departure, config.drain.accept_s)
 
 
 def _compose(
@@ -261,12 +261,15 @@ async def _open_membership(
     return f"{config.membership.advertise_host or config.membership.host}:{port}", server.health
 
 
-async def _leave(lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure) -> None:
+async def _leave(
+    lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure, accept_s: float
+) -> None:
     """Refuse new requests, let the open ones end within the budget, then close the HTTP side."""
     if departure.error is not None:
         lifecycle.move(State.FAILED)
         return
     lifecycle.move(State.DRAINING)
+    await departure.bound(asyncio.sleep(accept_s))
     admission.drain()
     finished = await departure.bound(admission.idle())
     if not finished:

@@ -76,6 +76,13 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Accept workers of this model only. Empty: whatever they serve."""
 
 
+class GatewayDrain(DrainSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `[drain]`: how a gateway leaves."""
+
+    accept_s: Annotated[float, Meta(ge=0)] = 0.0
+    """How long new requests are still taken after /readyz has turned: as long as load balancers need to notice."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file of `python -m gateway --config FILE`."""
 
@@ -101,4 +108,4 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     retries: RetryRules = RetryRules()
     links: LinkRules = LinkRules()
     breaker: BreakerRules = BreakerRules()
-    drain: DrainSection = DrainSection(budget_s=600.0)
+    drain: GatewayDrain = GatewayDrain(budget_s=600.0)

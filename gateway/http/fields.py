@@ -49,6 +49,10 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modalities": (_is_text_only, "only text comes out"),
     "audio": (_is_empty, "only text comes out"),
     "web_search_options": (_is_empty, "web search is not supported"),
+    **dict.fromkeys(
+        ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"),
+        (lambda value: value is None, "workers and transfers are chosen here, not by clients"),
+    ),
     "lora": (_is_empty, "LoRA adapters are not supported"),
     "lora_path": (_is_empty, "LoRA adapters are not supported"),
     "prompt_logprobs": (_is_empty, "log-probabilities of the prompt are not supported yet"),

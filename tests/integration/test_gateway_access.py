@@ -7,10 +7,13 @@ import ssl
 import httpx
 import pytest
 
+from core.errors import BadRequest
 from core.ids import fresh_incarnation
 from core.rpc.admin import AdminClient
 from core.rpc.proof import Proof
 from core.tls import TlsSection
+from gateway.http.metrics import CHAT, COMPLETIONS
+from gateway.http.schema import ChatBody, CompletionBody, decode_body
 from gateway.tenants import hash_key
 from tests.fakes.certificates import Authority
 from tests.fakes.sim_cluster import body, complete, sim_cluster
@@ -129,3 +132,13 @@ async def test_the_status_page_holds_no_data_and_asks_for_nothing_foreign(tmp_pa
         assert "innerHTML" not in page.text
         assert "http" not in page.text.replace("http-equiv", "")
         assert (await client.post(f"{cluster.url}/status")).status_code == 405
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_host", "bootstrap_room"])
+def test_clients_have_no_say_in_transfers_between_workers(field):
+    for route, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody)):
+        rest = {"messages": [{"role": "user", "content": "x"}]} if route == CHAT else {"prompt": "x"}
+        with pytest.raises(BadRequest, match="not by clients") as caught:
+            decode_body(json.dumps({"model": "m", field: {"remote_host": "10.0.0.1"}, **rest}).encode(), kind)
+        assert caught.value.param == field
+        assert decode_body(json.dumps({"model": "m", field: None, **rest}).encode(), kind).ignored == ()

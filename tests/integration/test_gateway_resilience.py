@@ -128,6 +128,18 @@ async def test_a_draining_gateway_finishes_its_streams_and_refuses_new_ones(tmp_
         assert await cluster.gateway.process.wait() == 0
 
 
+async def test_a_leaving_gateway_says_so_at_once_and_takes_requests_until_load_balancers_have_noticed(tmp_path, client):
+    async with sim_cluster(tmp_path, "p1", "d1", gateway={"drain.accept_s": 2.0}) as cluster:
+        cluster.gateway.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(2):
+            while True:
+                if (await client.get(f"{cluster.url}/readyz")).status_code == 503:
+                    break
+                await asyncio.sleep(0.02)
+        assert (await complete(client, cluster.url, body()))[0] == cluster.text_of((11, 12, 13), 8)
+        assert await cluster.gateway.process.wait() == 0
+
+
 async def test_workers_come_back_to_a_restarted_gateway(tmp_path, client):
     async with sim_cluster(tmp_path, "p1", "d1") as cluster:
         port = cluster.gateway.facts["membership_address"].rsplit(":", 1)[1]
