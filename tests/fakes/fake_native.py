@@ -1,6 +1,7 @@
 """A `NativeEngine` without a native library: copies by `process_vm_readv`, and fails in the ways that real ones do.
 
-Options: `hang` (posts are never over), `unproven` (reads fail without proof), `crash` (the process dies by SIGSEGV at a
+Options: `hang` (posts are never over), `unproven` (reads fail without proof), `again` (reads arrive, but an earlier
+attempt at them may write once more), `crash` (the process dies by SIGSEGV at a
 post), `late_s` (an "abandoned" read goes on writing for so long, in slices: what makes a fence necessary).
 """
 
@@ -101,7 +102,7 @@ class FakeEngine:
         except OSError as error:
             outcome = Outcome(f"the peer's memory cannot be read: {error}")
         if "unproven" not in self.spec.options:
-            self._reads[number] = outcome
+            self._reads[number] = Outcome(outcome.error, proven="again" not in self.spec.options)
 
 
 def open_engine(spec: EngineSpec, regions: Sequence[MemoryRegion]) -> FakeEngine:
