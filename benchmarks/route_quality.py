@@ -26,6 +26,8 @@ SIMPLE = ("random", "round_robin", "least_loaded")
 OURS = "prefix"
 BY_OWN_DISPATCHES = ("cache_aware", "consistent_hash")
 """Policies whose originals know no events."""
+PART = 4000
+"""Requests of a trace where many runs are compared."""
 ENDLESS = 1 << 22
 SMALL, LARGE = 2000, 4000
 """Blocks of 512 tokens: caches of 1.0 and 2.0 million tokens."""
@@ -46,44 +48,44 @@ def one(trace: traces.Trace, policy: Any, scene: Scene, **about: object) -> Row:
     return row
 
 
-def agentic(directory: Path, gap_s: float) -> traces.Trace:
+def agentic(directory: Path, gap_s: float, sessions: int = 300) -> traces.Trace:
     """Return the agentic trace with sessions that start so far apart."""
-    trace = traces.agentic(directory / traces.LOADERS["agentic"][0], gap_s=gap_s)
-    return replace(trace, name=f"agentic, sessions {gap_s:g} s apart")
+    trace = traces.agentic(directory / traces.LOADERS["agentic"][0], gap_s=gap_s, sessions=sessions)
+    return replace(trace, name=f"agentic, {sessions} sessions {gap_s:g} s apart")
+
+
+def beginning(name: str, directory: Path) -> traces.Trace:
+    """Return the first requests of a trace."""
+    trace = traces.load(name, directory)
+    return replace(trace, name=f"{name}, first {PART}", turns=trace.turns[:PART])
 
 
 def goals(directory: Path) -> Iterator[Row]:
     """The figures with a goal, beside other policies in the same scene."""
-    conversation = traces.load("conversation", directory)
-    for policy in (OURS, "least_loaded", *PEERS, ORACLE):
-        yield one(conversation.faster(1.8), policy, Scene(workers=8, cache_blocks=SMALL), goal_mean_s=1.40)
-    for policy in (OURS, *PEERS):
-        yield one(
-            traces.load("synthetic", directory).faster(1.6),
-            policy,
-            Scene(workers=8, cache_blocks=SMALL),
-            goal_mean_s=None,
-        )
-    for gap_s, policies in ((3.0, (OURS, "cache_aware", "overlap_cost", "exploit_explore")), (2.0, (OURS,))):
-        for policy in policies:
-            scene = Scene(workers=8, cache_blocks=LARGE)
-            yield one(agentic(directory, gap_s), policy, scene, cache_blocks=LARGE, goal_mean_s=5.0)
-        yield one(
-            agentic(directory, gap_s), OURS, Scene(workers=16, cache_blocks=LARGE), cache_blocks=LARGE, goal_mean_s=2.1
-        )
-        for policy in (OURS, "overlap_cost")[: len(policies)]:
-            scene = Scene(workers=8, cache_blocks=SMALL)
-            yield one(agentic(directory, gap_s), policy, scene, cache_blocks=SMALL, goal_mean_s=25.0)
+    conversation = traces.load("conversation", directory).faster(1.8)
+    small, large = Scene(workers=8, cache_blocks=SMALL), Scene(workers=8, cache_blocks=LARGE)
+    yield one(conversation, OURS, small, goal_mean_s=1.40)
+    for gap_s in (3.0, 2.0):
+        sessions = agentic(directory, gap_s)
+        yield one(sessions, OURS, large, cache_blocks=LARGE, goal_mean_s=5.0)
+        yield one(sessions, OURS, small, cache_blocks=SMALL, goal_mean_s=25.0)
+    yield one(agentic(directory, 1.5), OURS, replace(large, workers=16), cache_blocks=LARGE, goal_mean_s=2.1)
+    for policy in (*PEERS, "least_loaded", ORACLE):
+        yield one(conversation, policy, small)
+    for policy in ("overlap_cost", "cache_aware"):
+        yield one(agentic(directory, 3.0), policy, large, cache_blocks=LARGE)
+    yield one(agentic(directory, 3.0), "overlap_cost", small, cache_blocks=SMALL)
 
 
 def quality(directory: Path) -> Iterator[Row]:
     """Hit share and load spread with caches that forget nothing: what is lost is lost by placement."""
-    for workers in (4, 16, 64):
-        for name, rate in RATES.items():
-            trace = traces.load(name, directory).faster(rate * workers)
+    for name, rate in RATES.items():
+        for workers in (4, 16, 64):
+            trace = beginning(name, directory).faster(rate * workers)
             for policy in (OURS, ORACLE, *SIMPLE, "cache_aware", "weighted_scores", "overlap_cost"):
                 yield one(trace, policy, Scene(workers=workers, cache_blocks=ENDLESS))
-        trace = agentic(directory, 24.0 / workers)
+    for workers in (4, 16, 64):
+        trace = agentic(directory, 24.0 / workers, sessions=100)
         for policy in (OURS, ORACLE, "random", "overlap_cost", "cache_aware"):
             yield one(trace, policy, Scene(workers=workers, cache_blocks=ENDLESS))
 
@@ -92,32 +94,31 @@ def azure(directory: Path) -> Iterator[Row]:
     """Load spread only: these traces have no block ids, so nothing is ever cached."""
     for name in ("azure_conv", "azure_code"):
         for workers, factor in ((4, 3.0), (16, 12.0), (64, 48.0)):
-            trace = traces.load(name, directory).faster(factor)
-            for policy in (OURS, "random", "round_robin", "least_loaded", "overlap_cost"):
+            trace = beginning(name, directory).faster(factor)
+            for policy in (OURS, "random", "round_robin", "least_loaded"):
                 yield one(trace, policy, Scene(workers=workers))
 
 
 def faults(directory: Path) -> Iterator[Row]:
     """Late events, restarted workers, several gateways, noisy service times, no events at all."""
-    trace = traces.load("conversation", directory).faster(0.225 * 16)
+    trace = beginning("conversation", directory).faster(0.225 * 16)
     base = Scene(workers=16, cache_blocks=SMALL)
-    restarts = tuple(100.0 + 50.0 * number for number in range(16))
     scenes = {
         "events 0 s late": replace(base, lag_s=0.0),
         "events 0.5 s late": replace(base, lag_s=0.5),
         "events 2 s late": replace(base, lag_s=2.0),
-        "each worker restarts once": replace(base, restarts=restarts),
+        "each worker restarts once": replace(base, restarts=tuple(50.0 + 15.0 * number for number in range(16))),
         "four gateways": replace(base, gateways=4),
         "service times vary by 30 %": replace(base, noise=0.3),
         "no events": replace(base, has_events=False),
     }
-    for scene_name, scene in scenes.items():
-        for policy in (OURS, "overlap_cost"):
-            yield one(trace, policy, scene, situation=scene_name)
-    sessions = agentic(directory, 1.5)
-    for scene_name in ("events 0 s late", "events 2 s late", "each worker restarts once", "four gateways"):
-        scene = replace(scenes[scene_name], cache_blocks=LARGE)
-        yield one(sessions, OURS, scene, situation=scene_name)
+    for name, scene in scenes.items():
+        yield one(trace, OURS, scene, situation=name)
+    sessions = agentic(directory, 1.5, sessions=100)
+    for name in ("events 0 s late", "events 2 s late", "each worker restarts once", "four gateways"):
+        yield one(sessions, OURS, replace(scenes[name], cache_blocks=LARGE), situation=name)
+    for name in ("events 0 s late", "events 2 s late", "four gateways"):
+        yield one(trace, "overlap_cost", scenes[name], situation=name)
 
 
 PARTS = {"goals": goals, "quality": quality, "azure": azure, "faults": faults}
@@ -133,7 +134,10 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--part", choices=PARTS, required=True)
     arguments = parser.parse_args()
-    write_record(f"route_{arguments.part}", list(PARTS[arguments.part](arguments.traces)), note=NOTE)
+    rows: list[Row] = []
+    for row in PARTS[arguments.part](arguments.traces):
+        rows.append(row)
+        write_record(f"route_{arguments.part}", rows, note=NOTE)
 
 
 if __name__ == "__main__":

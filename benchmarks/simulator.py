@@ -280,9 +280,8 @@ class Simulation:
         self._ttft.append(now - one.at)
         self._ratios.append(one.predicted_s / (now - one.placed_at))
         one.dispatch.computed()
-        batch = worker.keep(one.turn)
-        if generation == worker.generation and self.scene.has_events:
-            self._at(now + self.scene.lag_s, self._deliver, worker, batch, generation)
+        if generation == worker.generation:
+            self._at(now + self.scene.lag_s, self._deliver, worker, worker.keep(one.turn), generation)
         worker.serving = None
         self._serve(worker)
         self._at(now + STEP_S * one.turn.output_tokens, self._ended, one)
@@ -299,10 +298,11 @@ class Simulation:
                 self._at(self.clock.now() + following.at, self._arrive, following)
 
     def _deliver(self, worker: _Worker, batch: KvEventBatch, generation: int) -> None:
+        if generation != worker.generation or not self.scene.has_events:
+            return
         for gateway in self.gateways:
-            if generation == worker.generation:
-                applied = gateway.index.apply(gateway.members[worker.number].slot, batch)
-                assert applied is Applied.DONE, applied
+            applied = gateway.index.apply(gateway.members[worker.number].slot, batch)
+            assert applied is Applied.DONE, applied
 
     def _report(self) -> None:
         for gateway, worker in itertools.product(self.gateways, self._workers):

@@ -75,6 +75,8 @@ class PageTable:
 
     def discard(self, slot: int, pages: Iterable[int]) -> None:
         """The slot holds none of these pages any more."""
+        if not self._counts.get(slot):
+            return
         bit, gone = 1 << slot, 0
         for page in pages:
             at = self._find(page)
