@@ -167,14 +167,16 @@ def after_shortage(shortage: Shortage, *, progress: Progress, rules: RetryRules,
     return GiveUp(kind(f"{shortage.message}; try again later", retry_after_s=rules.retry_after_s))
 
 
-def too_late(first_token_s: float, *, progress: Progress, rules: RetryRules, now: float) -> GiveUp | None:
+def too_late(
+    first_token_s: float, *, wanted_s: float, progress: Progress, rules: RetryRules, now: float
+) -> GiveUp | None:
     """Refuse a new request whose best placement cannot bring a token before its deadline, while it costs nothing."""
-    remaining_s = progress.deadline - now
+    remaining_s = min(progress.deadline - now, wanted_s)
     if progress.attempts or not rules.refuse_beyond or first_token_s <= rules.refuse_beyond * remaining_s:
         return None
     return GiveUp(
         NoCapacity(
-            f"the first token is expected in {first_token_s:.1f} s, after the request's deadline",
+            f"the first token is expected in {first_token_s:.1f} s, later than this request wants it",
             retry_after_s=first_token_s - remaining_s,
         )
     )

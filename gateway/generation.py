@@ -4,6 +4,7 @@
 Retries, resumes and attempts are invisible here: a consumer sees each output token exactly once, in order.
 """
 
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,8 @@ class Prompt:
     sampling: SamplingParams
     stop: StopRules
     timeout_s: float
+    first_token_s: float = math.inf
+    """Seconds from admission within which the first token is wanted."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""

@@ -109,7 +109,13 @@ class SampleRun:
             cluster.metrics.route_seconds.observe(took_s)
             cluster.metrics.time.labels("route").inc(took_s)
             if isinstance(placed, Placed):
-                hopeless = too_late(placed.choice.wait_s, progress=progress, rules=cluster.retries, now=begun)
+                hopeless = too_late(
+                    placed.choice.wait_s,
+                    wanted_s=self._prompt.first_token_s,
+                    progress=progress,
+                    rules=cluster.retries,
+                    now=begun,
+                )
                 if hopeless is not None:
                     raise hopeless.error
                 return self._submit(placed)

@@ -1,7 +1,8 @@
 """What request headers mean here, checked, and names made safe for response headers. Knows no bodies."""
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import BadRequest
@@ -19,6 +20,8 @@ class RequestHints:
     """Headers that matter beside the body."""
 
     timeout_s: float
+    first_token_s: float = math.inf
+    """When the client wants its first token at the latest; a request that cannot have it is refused at once."""
     request_id: str | None = None
     """The client's own name for the request, echoed; never used inside."""
     session: str = ""
@@ -35,7 +38,8 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float,
     request_id = found.get(b"x-request-id", "")
     session = next((found[name] for name in _SESSION_HEADERS if found.get(name)), "")
     return RequestHints(
-        timeout_s=_timeout(found.get(b"x-deadline-ms"), request_timeout_s),
+        timeout_s=_seconds("x-deadline-ms", found, request_timeout_s),
+        first_token_s=_seconds("x-slo-ttft-ms", found, math.inf),
         request_id=request_id if _REQUEST_ID.fullmatch(request_id) else None,
         tenant=tenant,
         priority=_priority(found.get(b"x-priority")),
@@ -51,12 +55,13 @@ def _priority(value: str | None) -> int | None:
     return int(value)
 
 
-def _timeout(deadline_ms: str | None, limit_s: float) -> float:
-    if deadline_ms is None:
+def _seconds(name: str, found: Mapping[bytes, str], limit_s: float) -> float:
+    milliseconds = found.get(name.encode())
+    if milliseconds is None:
         return limit_s
-    if not deadline_ms.isascii() or not deadline_ms.isdigit() or int(deadline_ms) == 0:
-        raise BadRequest("header x-deadline-ms must be a positive number of milliseconds", param="x-deadline-ms")
-    return min(limit_s, int(deadline_ms) / 1000)
+    if not milliseconds.isascii() or not milliseconds.isdigit() or int(milliseconds) == 0:
+        raise BadRequest(f"header {name} must be a positive number of milliseconds", param=name)
+    return min(limit_s, int(milliseconds) / 1000)
 
 
 def ignored_fields(names: Sequence[str]) -> bytes:

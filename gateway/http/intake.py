@@ -209,6 +209,7 @@ class Intake:
                             sampling=sampling(sample_index),
                             stop=rules,
                             timeout_s=hints.timeout_s,
+                            first_token_s=hints.first_token_s,
                             priority=body.priority if body.priority is not None else hints.priority or 0,
                             tenant=hints.tenant,
                             cache_salt=body.cache_salt or "",
