@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from core.aio import Tasks
 from core.clock import SystemClock
 from core.config import read_secret
 from core.exported import ExportedStatistics
-from core.ids import Incarnation, WorkerId, fresh_incarnation
+from core.ids import Incarnation, fresh_incarnation
 from core.lifecycle import State
 from core.metrics import Metrics
 from core.process import Departure
@@ -20,7 +19,7 @@ from core.rpc.server import RpcServer
 from core.tls import check_tls
 from core.tracing.api import Tracer
 from core.tracing.factory import open_tracer
-from core.worker import Registration, Role
+from core.worker import Role
 from core.worker_shell import WorkerShell
 from decode_worker.body import DecodeBody
 from decode_worker.config import DecodeWorkerConfig
@@ -30,7 +29,7 @@ from decode_worker.metrics import DECODE_METRICS, stage_times
 from decode_worker.receiver import Receiver
 from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
-from engine.factory import LoadedModel, load, open_engine
+from engine.factory import load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.destination import Destination
 from kv_transfer.factory import TransportFactory, check_transports
@@ -99,7 +98,14 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         add_generate(server, service)
 
         body = DecodeBody(incarnation=incarnation, engine=engine, service=service, destination=destination)
-        register = _register(config, loaded, proof, expand(config.transfer.transports))
+        register = loaded.registration(
+            Role.DECODE,
+            config.worker,
+            incarnation=incarnation,
+            secret_check=proof.check_value(),
+            transports=expand(config.transfer.transports),
+            prefill_mode=config.prefill.mode.value,
+        )
         await shell.serve(stack, server, body, register=register, exported=exported)
 
 
@@ -121,34 +127,3 @@ def _service(
         clock=clock,
         tracer=tracer,
     )
-
-
-def _register(
-    config: DecodeWorkerConfig, loaded: LoadedModel, proof: Proof, transports: tuple[str, ...]
-) -> Callable[[str, str], Registration]:
-    """Return what makes the registration, once the ports are bound: (address, http_address) -> Registration."""
-
-    def register(address: str, http_address: str) -> Registration:
-        return Registration(
-            worker_id=WorkerId(config.worker.id),
-            incarnation=proof.incarnation,
-            role=Role.DECODE,
-            model=loaded.model.facts.name,
-            address=address,
-            http_address=http_address,
-            namespace=loaded.namespace,
-            fingerprint=loaded.fingerprint,
-            secret_check=proof.check_value(),
-            page_tokens=loaded.config.page_tokens,
-            num_pages=loaded.config.num_pages,
-            num_rows=loaded.config.num_rows,
-            max_tokens_total=loaded.capacity.max_tokens_total,
-            vocab_size=loaded.model.facts.vocab_size,
-            eos_token_ids=loaded.model.facts.eos_token_ids,
-            prefill_mode=config.prefill.mode.value,
-            transports=transports,
-            domain=config.worker.domain,
-            replay_tokens=loaded.model.facts.reuse.replay_tokens,
-        )
-
-    return register

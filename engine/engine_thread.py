@@ -9,7 +9,7 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,6 +141,13 @@ class EngineThread:
     def grammar_statistics(self) -> dict[str, int | float]:
         """Return counters and gauges by name. Any thread."""
         return self._grammars.statistics() if self._grammars is not None else {}
+
+    async def statistics(self, audit: bool, **parts: Mapping[str, float]) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return the numbers of the engine and of other parts, each with its part's name in front, and audit findings."""
+        values, findings = await self.call(lambda engine: (engine.statistics(), engine.audit() if audit else []))
+        all_parts: dict[str, Mapping[str, float]] = {"engine": {**values, **self.grammar_statistics()}, **parts}
+        numbers = {f"{part}_{name}": value for part, found in all_parts.items() for name, value in found.items()}
+        return numbers, tuple(findings)
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """Run `fn` on the scheduler thread and return its result; raises what it raised.

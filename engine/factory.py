@@ -13,8 +13,10 @@ import msgspec
 from core.clock import Clock
 from core.errors import ConfigError
 from core.hashing import Namespace, PageHasher, fingerprint
+from core.ids import Incarnation, WorkerId
 from core.kv import KVLayout
-from core.worker_config import ModelSection
+from core.worker import Registration, Role
+from core.worker_config import ModelSection, WorkerSection
 from engine.cache.kv_memory import KVMemory, region_sizes
 from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, check_image_room, plan_capacity
 from engine.engine import Engine
@@ -52,6 +54,40 @@ class LoadedModel:
     def region_sizes(self) -> list[int]:
         """Bytes of each KV region."""
         return region_sizes(self.layout)
+
+    def registration(
+        self,
+        role: Role,
+        section: WorkerSection,
+        *,
+        incarnation: Incarnation,
+        secret_check: bytes,
+        transports: Sequence[str],
+        prefill_mode: str = "remote",
+    ) -> Callable[[str, str], Registration]:
+        """Return what makes the registration once the ports are bound: (address, http_address) -> Registration."""
+        facts = self.model.facts
+        return lambda address, http_address: Registration(
+            worker_id=WorkerId(section.id),
+            incarnation=incarnation,
+            role=role,
+            model=facts.name,
+            address=address,
+            http_address=http_address,
+            namespace=self.namespace,
+            fingerprint=self.fingerprint,
+            secret_check=secret_check,
+            page_tokens=self.config.page_tokens,
+            num_pages=self.config.num_pages,
+            num_rows=self.config.num_rows,
+            max_tokens_total=self.capacity.max_tokens_total,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            prefill_mode=prefill_mode,
+            transports=tuple(transports),
+            domain=section.domain,
+            replay_tokens=facts.reuse.replay_tokens,
+        )
 
 
 def load(section: ModelSection, config: EngineConfig) -> LoadedModel:

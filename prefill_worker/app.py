@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from core.clock import SystemClock
 from core.config import read_secret
 from core.exported import ExportedStatistics
-from core.ids import WorkerId, fresh_incarnation
+from core.ids import fresh_incarnation
 from core.lifecycle import State
 from core.metrics import Metrics
 from core.process import Departure
@@ -17,9 +16,9 @@ from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
 from core.tls import check_tls
 from core.tracing.factory import open_tracer
-from core.worker import Registration, Role
+from core.worker import Role
 from core.worker_shell import WorkerShell
-from engine.factory import LoadedModel, load, open_engine
+from engine.factory import load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.factory import SHARED_MEMORY, TransportFactory, check_transports
 from kv_transfer.handshake import expand
@@ -92,35 +91,11 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
         add_kv_source(server, source)
 
         body = PrefillBody(incarnation=incarnation, engine=engine, service=service, source=source)
-        register = _register(config, loaded, proof, tuple(name for name, _ in source.exports()))
-        await shell.serve(stack, server, body, register=register, exported=exported)
-
-
-def _register(
-    config: PrefillWorkerConfig, loaded: LoadedModel, proof: Proof, transports: tuple[str, ...]
-) -> Callable[[str, str], Registration]:
-    """Return what makes the registration, once the ports are bound: (address, http_address) -> Registration."""
-
-    def register(address: str, http_address: str) -> Registration:
-        return Registration(
-            worker_id=WorkerId(config.worker.id),
-            incarnation=proof.incarnation,
-            role=Role.PREFILL,
-            model=loaded.model.facts.name,
-            address=address,
-            http_address=http_address,
-            namespace=loaded.namespace,
-            fingerprint=loaded.fingerprint,
+        register = loaded.registration(
+            Role.PREFILL,
+            config.worker,
+            incarnation=incarnation,
             secret_check=proof.check_value(),
-            page_tokens=loaded.config.page_tokens,
-            num_pages=loaded.config.num_pages,
-            num_rows=loaded.config.num_rows,
-            max_tokens_total=loaded.capacity.max_tokens_total,
-            vocab_size=loaded.model.facts.vocab_size,
-            eos_token_ids=loaded.model.facts.eos_token_ids,
-            transports=transports,
-            domain=config.worker.domain,
-            replay_tokens=loaded.model.facts.reuse.replay_tokens,
+            transports=[name for name, _ in source.exports()],
         )
-
-    return register
+        await shell.serve(stack, server, body, register=register, exported=exported)

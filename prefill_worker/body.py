@@ -32,18 +32,10 @@ class PrefillBody:
 
     async def statistics(self, audit: bool) -> Statistics:
         """Return the numbers of all parts, each with its part's name in front."""
-        values, findings = await self._engine.call(
-            lambda engine: (engine.statistics(), engine.audit() if audit else [])
+        values, findings = await self._engine.statistics(
+            audit, transfer=self._source.statistics(), worker=self._service.statistics()
         )
-        return Statistics(
-            values={
-                **{f"engine_{name}": value for name, value in values.items()},
-                **{f"engine_{name}": value for name, value in self._engine.grammar_statistics().items()},
-                **{f"transfer_{name}": value for name, value in self._source.statistics().items()},
-                **{f"worker_{name}": value for name, value in self._service.statistics().items()},
-            },
-            audit_findings=tuple(findings),
-        )
+        return Statistics(values=values, audit_findings=findings)
 
     async def snapshot(self) -> KvSnapshot:
         """Return the pages of the prefix tree."""
