@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer_backends [--transports shm,tcp] [--repeat 5] [--record NAME]
 
-Requests of 4 MiB of scattered records, so many in flight, read from another process by the shipped `Transport`. In
+Requests of 2 MiB of scattered records, so many in flight, read from another process by the shipped `Transport`. In
 each cell all contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds.
 Also: what a transfer costs other threads of the process, as the delay of a thread that wants to run every millisecond.
 """
@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 
 from benchmarks.record import write_record
+from benchmarks.transfer_alone import ALONE
 from benchmarks.transfer_peers import FOREVER, CopyPeer, SocketPeer, Told, source_process
 from core.clock import SystemClock
 from core.errors import NoCapacity
@@ -33,12 +34,12 @@ from kv_transfer.factory import TransportFactory
 from kv_transfer.memory import allocate, map_segment, region_view
 from kv_transfer.settings import TransportSettings
 
-POOL = 256 << 20
-REQUEST = 4 << 20
+POOL = 128 << 20
+REQUEST = 2 << 20
 RECORDS = (4096, 16384, 65536, 262144, 1 << 20)
 IN_FLIGHT = (1, 8, 64)
 DEFAULT = "shm,tcp,nixl,mooncake"
-_BUSY_S = 1.5
+_BUSY_S = 0.4
 """How long a contestant runs in one round, at least one pass over the pool."""
 
 Request = tuple[list[int], list[int], int]
@@ -178,12 +179,24 @@ def blocking(readers: dict[str, Reader], repeat: int) -> dict[str, object]:
     rows["idle"] = idle.row()
     for name, reader in readers.items():
         for record in (4096, 65536):
-            requests = requests_of(record)
+            requests = requests_of(record)[:16]
             with Bystander() as bystander:
                 end = time.perf_counter() + _BUSY_S * repeat
                 while time.perf_counter() < end:
                     reader.run(requests, 8)
             rows[f"{name} {record}"] = bystander.row()
+    return rows
+
+
+def latencies(readers: dict[str, Reader], count: int = 2000) -> dict[str, object]:
+    """Of requests of one record, one at a time: from submit to the poll that tells of the end."""
+    rows: dict[str, object] = {}
+    for name, reader in readers.items():
+        for record in (4096, 65536):
+            figures = Figures([0.0], [0.0])
+            figures.latencies_s = reader.run([([0], [record], record)] * count, 1)
+            row = figures.row()
+            rows[f"{name} {record}"] = {key: row[key] for key in row if key.startswith(("latency", "requests"))}
     return rows
 
 
@@ -207,6 +220,13 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
             except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
                 failed[name] = str(error)
         copy, wire = CopyPeer(source, memory.regions[0]), SocketPeer(told.port, memory.buffers[0])
+        region = memory.regions[0]
+        alone = {served.name: ALONE[served.name](served, region.address, region.nbytes) for served in told.alone}
+        # The first touch of each page is the kernel's time, not a contestant's.
+        region_view(region)[:] = 0
+        source.max()
+        for each in readers.values():
+            each.run(requests_of(1 << 20), 8)
         mine = psutil.Process().pid
         cells = []
         for record in records:
@@ -216,6 +236,7 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
                     "memcpy": partial(_untimed, copy.run, requests),
                     "memmove": partial(_untimed, copy.run_memmove, requests),
                     "socket": partial(_untimed, wire.run, requests),
+                    **{f"{name} alone": partial(_untimed, each.run, requests) for name, each in alone.items()},
                     **{name: partial(reader.run, requests, depth) for name, reader in readers.items()},
                 }
                 figures = {name: Figures() for name in contestants}
@@ -225,13 +246,13 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
                         _check(source, memory.regions[0].nbytes, region_view(memory.regions[0]), requests)
                 cells.append(_cell(record, depth, figures))
                 print(cells[-1], flush=True)
-        blocked = blocking(readers, repeat)
-        print(blocked)
+        blocked, waits = blocking(readers, repeat), latencies(readers)
+        print(blocked, waits)
         for reader in readers.values():
             reader.transport.destroy()
         wire.close()
         del source
-        return {"cells": cells, "bystander": blocked, "did_not_run": failed}
+        return {"cells": cells, "bystander": blocked, "one_record": waits, "did_not_run": failed}
 
 
 def _untimed(run: Callable[[Sequence[Request]], None], requests: Sequence[Request]) -> list[float]:
@@ -251,10 +272,17 @@ def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, obj
     rows = {name: figure.row() for name, figure in figures.items()}
     speed = {name: statistics.median(figure.gigabytes_per_s) for name, figure in figures.items()}
     limit = max(speed["memcpy"], speed["memmove"])
+    # What others on the machine take distorts seconds, and CPU seconds much less.
+    cpu = {name: statistics.median(figure.cpu_s_per_gib) for name, figure in figures.items()}
     return {
         "record_bytes": record,
         "in_flight": depth,
         "of_memcpy": {name: round(value / limit, 3) for name, value in speed.items()},
+        "of_memcpy_by_cpu": {name: round(min(cpu["memcpy"], cpu["memmove"]) / value, 3) for name, value in cpu.items()},
+        "of_socket_by_cpu": {name: round(cpu["socket"] / value, 3) for name, value in cpu.items()},
+        "of_itself_alone": {
+            name: round(value / speed[f"{name} alone"], 3) for name, value in speed.items() if f"{name} alone" in speed
+        },
         "of_socket": {name: round(value / speed["socket"], 3) for name, value in speed.items()},
         "rows": rows,
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.transfer_alone import Served, serve_alone
 from core.clock import SystemClock
 from core.ids import Incarnation, LeaseId, TransferId, fresh_incarnation
 from core.kv import Component, ComponentKind, KVLayout
@@ -45,6 +46,7 @@ class Told(msgspec.Struct, frozen=True):
     infos: tuple[tuple[str, PeerInfo], ...]
     lease: LeaseId
     port: int
+    alone: tuple[Served, ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     """Transports that cannot be served here, and why."""
 
@@ -68,13 +70,16 @@ def serve(directory: str, nbytes: int, names: Sequence[str]) -> None:
             infos.append((name, transports[-1].export()))
         except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
             failed.append((name, str(error)))
+    region = memory.regions[0]
+    served, alive = serve_alone(region.address, nbytes, [name for name, _ in infos])
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_stream, args=(listener, memory.buffers[0]), daemon=True).start()
-    told = Told(tuple(infos), lease, int(listener.getsockname()[1]), tuple(failed))
+    told = Told(tuple(infos), lease, int(listener.getsockname()[1]), tuple(served), tuple(failed))
     print(msgspec.json.encode(told).decode(), flush=True)
     sys.stdin.read()
     for transport in transports:
         transport.destroy()
+    alive.clear()
     memory.close()
 
 
