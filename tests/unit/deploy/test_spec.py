@@ -20,7 +20,7 @@ from deploy.local.spec import (
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
-        (ClusterSpec(transfer="rdma"), "transfer"),
+        (ClusterSpec(transfer="rdma"), "transport"),
         (ClusterSpec(prefill_mode="maybe"), "prefill mode"),
         (ClusterSpec(prefill=0), "0 prefill workers"),
         (ClusterSpec(sets={"router": ("a=1",)}), "router"),
