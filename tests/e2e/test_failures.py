@@ -189,6 +189,26 @@ def test_a_decode_worker_that_is_stopped_for_5_seconds_in_the_middle_of_its_stre
     settle(cluster)
 
 
+def test_a_decode_worker_killed_after_the_first_token_costs_no_second_prefill(cluster):
+    """Only the half that was lost is done again: the prompt's pages are still where they were computed."""
+    pools(cluster, 2, 2)
+
+    def prefilled():
+        told = statistics(cluster, audit=False)
+        return sum(told[name].values["engine_prefill_tokens"] for name in ("prefill-1", "prefill-2"))
+
+    before = prefilled()
+    stream = Stream(cluster, f"only half. {LONG}", 60)
+    assert stream.seen.wait(20)
+    computed = prefilled() - before
+    assert computed >= len(LONG)
+    cluster.kill(busy(cluster, "decode", "worker_requests_running"))
+    stream.assert_whole()
+    assert prefilled() - before - computed <= 2 * CHUNK, "the prompt was computed again"
+    cluster.wait_ready(5)
+    settle(cluster)
+
+
 def test_a_killed_gateway_is_restarted_and_what_it_asked_for_is_given_back(cluster):
     pools(cluster, 2, 2)
     streams = [Stream(cluster, f"number {number} of a lost gateway {LONG[: 80 * number]}", 2000) for number in range(6)]
