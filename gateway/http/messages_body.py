@@ -106,12 +106,20 @@ def messages_ask(body: MessagesBody) -> ChatAsk:
     """Return what a body asks; raises `BadRequest`."""
     if (body.n or 1) > 1:
         raise BadRequest("`n`: a message is one answer; leave it out", param="n")
-    if body.output_config is not None and body.output_config.format:
-        raise BadRequest("`output_config.format` is not supported yet; leave it out", param="output_config.format")
     if body.max_tokens is None:
         raise BadRequest("`max_tokens` is required", param="max_tokens")
-    asked = msgspec.structs.replace(body, stop=body.stop_sequences) if body.stop_sequences else body
-    return ChatAsk(prefix="msg", body=asked, chat=messages_chat(body), max_tokens=body.max_tokens)
+    asked = msgspec.structs.replace(
+        body,
+        stop=body.stop_sequences or body.stop,
+        response_format=body.output_config.format if body.output_config is not None else None,
+    )
+    return ChatAsk(
+        prefix="msg",
+        body=asked,
+        chat=messages_chat(body),
+        max_tokens=body.max_tokens,
+        format_field="output_config.format",
+    )
 
 
 def messages_chat(body: MessagesBody | CountBody) -> Chat:

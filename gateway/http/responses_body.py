@@ -206,6 +206,8 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tu
     for index, tool in enumerate(tools):
         kind, where = tool.get("type"), f"tools[{index}]"
         if kind == "function":
+            if not isinstance(tool.get("name"), str):
+                raise BadRequest(f"`{where}.name` is required", param=f"{where}.name")
             functions.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
         elif kind in _SEARCH:
             ignored.append(f"{where}.{kind}")

@@ -8,7 +8,7 @@ import pytest
 
 from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.presets import tiny_config
-from engine.models.deepseek_v41.tokenizer_files import THINK_END, token_ids
+from engine.models.deepseek_v41.tokenizer_files import FIRST_BYTE, THINK_END, token_ids
 from engine.models.scripted_v41 import (
     GREETING,
     GREETING_ANSWER,
@@ -205,6 +205,40 @@ def test_an_image_is_the_same_in_all_three_apis(tiny_cluster, tiny):
     prompts = {chat_answer.usage.prompt_tokens, response.usage.input_tokens}
     assert prompts == {usage.input_tokens + usage.cache_read_input_tokens}
     assert prompts.pop() > 20
+
+
+def test_both_sdks_get_the_form_that_they_ask_for(tiny_cluster, tiny):
+    """Random weights write valid answers: the form comes from the grammar alone."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["ok", "kind"],
+        "additionalProperties": False,
+    }
+    # Where space is allowed, random weights like it too much.
+    extra = {"logit_bias": {FIRST_BYTE + byte: -100 for byte in b" \t\r\n"}}
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    response = tiny.responses.create(
+        model=TINY,
+        input="Answer.",
+        text={"format": form},
+        reasoning={"effort": "none"},
+        max_output_tokens=100,
+        extra_body=extra,
+    )
+    with anthropic.Anthropic(base_url=tiny_cluster.base_url, api_key="none", max_retries=0, timeout=60) as claude:
+        message = claude.messages.create(
+            model=TINY,
+            max_tokens=100,
+            extra_body=extra,
+            messages=[{"role": "user", "content": "Answer."}],
+            thinking={"type": "disabled"},
+            output_config={"format": {"type": "json_schema", "schema": schema}},
+        )
+    for text in (response.output_text, message.content[0].text):
+        told = json.loads(text)
+        assert told.keys() == {"ok", "kind"}
+        assert told["kind"] in ("a", "b")
 
 
 def test_pages_of_an_image_are_reused_for_this_image_only(tiny):

@@ -152,6 +152,8 @@ REFUSED = [
     (RESPONSES, {"conversation": "conv_1"}, "conversation"),
     (RESPONSES, {"prompt": {"id": "p"}}, "prompt"),
     (RESPONSES, {"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
+    (RESPONSES, {"tools": [{"type": "function"}]}, "tools[0].name"),
+    (MESSAGES, {"output_config": {"format": {"type": "poem"}}}, "output_config.format"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0].type"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "x"}]}, "input[0]"),
@@ -199,3 +201,20 @@ async def test_a_search_tool_of_openais_servers_is_left_out_and_named(tiny: Tiny
     call = await ask(tiny, ANSWER, RESPONSES, body_of(RESPONSES, tools=[{"type": "web_search"}]))
     assert call.status == 200
     assert call.response_headers[b"x-tandem-ignored-fields"] == b"?"
+
+
+async def test_a_form_asked_for_in_any_api_is_the_same_grammar(tiny: Tiny):
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    asked = {
+        CHAT: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": form["schema"]}}},
+        RESPONSES: {"text": {"format": {**form, "name": "x"}}},
+        MESSAGES: {"output_config": {"format": form}},
+    }
+    grammars = set()
+    for route in CHAT_ROUTES:
+        generator = ScriptedGenerator(obedient([*spell(tiny[0], "{}"), EOS], eos=(EOS,)), models=(SERVED,))
+        call = await call_api(tiny[0], generator, post(route, {**body_of(route), **asked[route]}), tiny[1])
+        assert call.status == 200, call.text
+        grammars.add(generator.prompts[0].grammar)
+    (grammar,) = grammars
+    assert grammar
