@@ -152,9 +152,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             rows.append(soak(Path(directory), transport, options.requests))
         print(rows[-1], flush=True)
-    if options.record:
-        note = "2P + 2D, scripted model, digests on, text compared for every request; a fault list that is empty passes"
-        write_record(options.record, rows, note=note)
+        if options.record:
+            note = "2P + 2D, scripted model, digests on, every text compared; an empty list of faults passes"
+            write_record(f"{options.record}_{transport}", rows[-1], note=note)
     wrong = [fault for row in rows for fault in row["faults"]]
     assert not wrong, wrong[:20]
 
