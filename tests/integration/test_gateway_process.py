@@ -26,7 +26,7 @@ async def run_gateway(*sets):
         env=environment,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         _, errors = await process.communicate()
     # gRPC's core writes a line of its own when a port is taken, before ours.
     return process.returncode, [line for line in errors.decode().splitlines() if "add_port.cc" not in line]
