@@ -82,9 +82,9 @@ class Placer:
         """Choose a pair, workers to avoid only if there is no other."""
         now = self._clock.now()
         matched = self._matched(query, now)
-        found = self._choose(self._job(query, matched, avoid=True), now)
+        found = self._choose(self.job(query, matched, avoid=True), now)
         if isinstance(found, Shortage) and (query.avoid_decode or query.avoid_prefill):
-            found = self._choose(self._job(query, matched, avoid=False), now)
+            found = self._choose(self.job(query, matched, avoid=False), now)
         if isinstance(found, Shortage):
             return found
         decode = self._directory.at(found.decode)
@@ -106,7 +106,7 @@ class Placer:
         if not decode.alive:
             return None
         now = self._clock.now()
-        job = self._job(query, self._matched(query, now), avoid=True)
+        job = self.job(query, self._matched(query, now), avoid=True)
         fleet = self._directory.fleet
         slot = choose_prefill(fleet, job, self._rules, self._picker, now=now, decode=decode.slot)
         return None if slot == NONE else self._directory.at(slot)
@@ -143,7 +143,7 @@ class Placer:
     def _choose(self, job: Job, now: float) -> Choice | Shortage:
         return choose_pair(self._directory.fleet, job, self._rules, self._picker, now=now)
 
-    def _job(self, query: Query, matched: Ints, *, avoid: bool) -> Job:
+    def job(self, query: Query, matched: Ints, *, avoid: bool) -> Job:
         events = query.pages[0].events if query.pages else ()
         return Job(
             model=self._directory.names.models.find(query.model),
