@@ -16,6 +16,7 @@ from gateway.generation import Generator, ServedModel
 from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
 from gateway.http.config import ApiConfig
 from gateway.http.dialects import Dialect, Dialects
+from gateway.http.direct import find_direct
 from gateway.http.errors import Headers, HttpFault, describe, error_shape
 from gateway.http.exchange import Exchange
 from gateway.http.gatekeeper import Gatekeeper
@@ -79,7 +80,7 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
         if scope["type"] == "http":
-            await self._serve(scope, receive, Client(send))
+            await self._serve(scope, receive, Client(send, find_direct(scope)))
         elif scope["type"] == "lifespan":
             await self._live(receive, send)
         else:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from core.errors import Aborted
+from gateway.http.direct import DirectWriter
 from gateway.http.errors import HttpFault
 
 Scope = Mapping[str, Any]
@@ -27,8 +28,10 @@ class ClientGone(Aborted):
 class Client:
     """The sending side of one answer, and its progress."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, direct: DirectWriter | None = None) -> None:
+        """`direct`: the server's short way, if it offers one."""
         self._send = send
+        self._direct = direct
         self.request_id = ""
         """Ours, for the log; known once the request is accepted."""
         self.status = 0
@@ -59,6 +62,17 @@ class Client:
         self.is_sending = True
         await self._send(self._chunk)
         self.is_sending = False
+        self.num_sends += 1
+
+    @property
+    def takes_now(self) -> bool:
+        """True if `stream_now` may be called: the answer streams, and nothing stands in its way."""
+        return self.is_streaming and self._direct is not None and self._direct.is_open
+
+    def stream_now(self, body: bytes) -> None:
+        """As `stream`, at once."""
+        assert self._direct is not None
+        self._direct.write(body)
         self.num_sends += 1
 
     async def interject(self, body: bytes) -> None:

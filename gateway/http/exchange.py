@@ -14,6 +14,7 @@ from gateway.http.intake import Accepted
 from gateway.http.keepalive import KeepAlive
 from gateway.http.samples import Progress, Sample, run_samples
 from gateway.http.sse import HEADERS
+from gateway.text.piece import Piece
 
 _JSON = (b"content-type", b"application/json")
 
@@ -54,7 +55,7 @@ class Exchange:
         """Stream the answer. Errors before the first delta are raised, later ones end the stream with what the format has for it."""
         try:
             async with self._alive:
-                await run_samples(generator, self._accepted.samples, self._write_events)
+                await run_samples(generator, self._accepted.samples, self._write_events, self._write_now)
         except Exception as error:
             if not self._client.is_streaming:
                 raise
@@ -75,6 +76,20 @@ class Exchange:
         self._note_timing()
         body = self._form.whole(self._choices, self.usage)
         await self._client.answer(200, [_JSON, (b"server-timing", timing), *self._headers], body)
+
+    def _write_now(self, sample: Sample, piece: Piece) -> bool:
+        """Write an ordinary piece without waiting, if that is possible: the path of almost every token."""
+        index = sample.index
+        if not self._is_open[index] or sample.prompt.timeline is not None or not self._client.takes_now:
+            return False
+        usage = self.usage
+        usage.completion_tokens += piece.num_tokens
+        if piece.reasoning_tokens and usage.reasoning_tokens is not None:
+            usage.reasoning_tokens += piece.reasoning_tokens
+        body = self._form.piece(index, piece, usage)
+        if body:
+            self._client.stream_now(body)
+        return True
 
     async def _write_events(self, steps: Sequence[Progress]) -> None:
         out: list[bytes] = []

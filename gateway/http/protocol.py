@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Meta
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.http.direct import offer_direct
+
 
 class GuardRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `http.guard`: what a connection may do before the application hears of it."""
@@ -83,6 +85,7 @@ class GuardedProtocol(HttpToolsProtocol):
             # Two ways to say where a body ends: whoever stands before us may believe the other one.
             raise _Malformed
         super().on_headers_complete()
+        offer_direct(self.scope, self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():

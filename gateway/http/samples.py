@@ -44,10 +44,25 @@ class _Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-def run_samples(generator: Generator, samples: Sequence[Sample], sink: Sink) -> Coroutine[Any, Any, None]:
-    """Generate all samples side by side until each has finished; on any error or cancellation all are closed."""
+Now = Callable[[Sample, Piece], bool]
+"""Takes a piece at once, or returns False: then it goes to the sink. Not asked for pieces that begin or end something."""
+
+
+def _never(_sample: Sample, _piece: Piece) -> bool:
+    return False
+
+
+def run_samples(
+    generator: Generator, samples: Sequence[Sample], sink: Sink, now: Now = _never
+) -> Coroutine[Any, Any, None]:
+    """Generate all samples side by side until each has finished; on any error or cancellation all are closed.
+
+    `now` is asked where there is one sample only: of several, pieces wait for one another.
+    """
     # Returned rather than awaited here: each frame between the event loop and a stream is walked for every token.
-    return _run_one(generator, samples[0], sink) if len(samples) == 1 else _run_many(generator, samples, sink)
+    if len(samples) == 1:
+        return _run_one(generator, samples[0], sink, now)
+    return _run_many(generator, samples, sink)
 
 
 async def _run_many(generator: Generator, samples: Sequence[Sample], sink: Sink) -> None:
@@ -72,11 +87,14 @@ async def _run_many(generator: Generator, samples: Sequence[Sample], sink: Sink)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_one(generator: Generator, sample: Sample, sink: Sink) -> None:
+async def _run_one(generator: Generator, sample: Sample, sink: Sink, now: Now = _never) -> None:
     stream = generator.generate(sample.prompt)
+    push = sample.text.push
     try:
         async for delta in stream:
-            piece = sample.text.push(delta)
+            piece = push(delta)
+            if piece.finish is None and delta.num_cached_tokens is None and now(sample, piece):
+                continue
             if piece.finish is not None:
                 # Closed before the client is served: after a stop string the workers should not wait for its network.
                 await _close(stream)

@@ -122,15 +122,27 @@ class DeepseekAnswer:
         processor.push(recipe.InferenceChunk.ready())
 
     def push(self, delta: Delta) -> Piece:
-        self._collected = _Collected()
         if self._scanner is None:
-            self._feed(self._detokenizer.push(delta.token_ids))
-            taken, finish = len(delta.token_ids), delta.finish
-        else:
-            taken, finish = self._scan(delta, self._scanner)
+            return self._push_unscanned(delta)
+        self._collected = _Collected()
+        taken, finish = self._scan(delta, self._scanner)
         if finish is not None:
             finish = self._end(finish, self._scanner)
         return self._piece(delta, taken, finish)
+
+    def _push_unscanned(self, delta: Delta) -> Piece:
+        ids, text = delta.token_ids, self._detokenizer.push(delta.token_ids)
+        if delta.finish is None and self._clear is not _Stage.OTHER and self._is_inert(text):
+            # Nothing of it concerns the parser or what was said before: the case of almost every token.
+            if not self._is_reasoning:
+                if self._clear is _Stage.TEXT:
+                    return Piece(text, len(ids), delta.logprobs)
+            elif self._clear is _Stage.REASONING and self._call not in ids and self._think_end not in ids:
+                return Piece("", len(ids), (), None, text, len(ids), delta.logprobs)
+        self._collected = _Collected()
+        self._feed(text)
+        finish = self._end(delta.finish, None) if delta.finish is not None else None
+        return self._piece(delta, len(ids), finish)
 
     def _scan(self, delta: Delta, scanner: StopScanner) -> tuple[int, FinishReason | None]:
         """Feed token by token, so that it does not depend on the cut of deltas which one completes a stop string."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from core.request import FinishReason
 from gateway.http.answer import Usage
 from gateway.http.chat import ChatAnswer
-from gateway.http.sse import DONE
 from gateway.text.piece import Piece
 from gateway.text.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -61,7 +60,7 @@ def test_every_text_survives_framing_for_a_reader_that_gets_any_bytes_at_a_time(
     usage = Usage(3)
     pieces = [Piece(text, 1) for text in texts] + [Piece("", 0, finish=FinishReason.STOP)]
     data = form.opening(0, usage) + b"".join(form.piece(0, piece, usage) for piece in pieces)
-    data += form.closing(usage) + DONE
+    data += form.closing(usage)
     reader = StrictReader()
     for start in range(0, len(data), step):
         reader.feed(data[start : start + step])
