@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from core.request import FinishReason
 from gateway.generation import Delta, Prompt, ServedModel
-from gateway.http import sse
-from gateway.text import stop
+from gateway.http import answer as answer_module
+from gateway.http import messages_answer, responses_answer, sse
+from gateway.text import stop, thinking
+from gateway.text.calls import parser
 from gateway.text.template_chat import TemplateChat
 from tests.fakes.asgi import post
 from tests.fakes.deepseek import CALL_TEXT, SERVED, WEATHER, load_chat, spell, write_directory
@@ -134,7 +136,9 @@ def check_chats(rig: Rig, answer, *, tools: bool, stops: bool) -> None:
         if route == CHAT:
             assert whole.logprobs == stream.logprobs
             assert len(whole.logprobs) == whole.usage[2]
-        if not stops:
+        if stops:
+            assert "stop" not in whole.text
+        else:
             assert whole.usage[2] == len(rig.said)
     assert len({str(value) for value in told.values()}) == 1, told
 
@@ -175,16 +179,37 @@ def test_thousands_of_chats(rig: Rig, answer, tools: bool, stops: bool):
     check_chats(rig, answer, tools=tools, stops=stops)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", ["a stop string leaks", "a line break of Unicode is left"])
-def test_the_properties_find_planted_faults(rig: Rig, monkeypatch: pytest.MonkeyPatch, mutant: str):
-    answer = ("template", ["word ", "st", "op", "\u2028"], [], [1], FinishReason.STOP)
-    check_completion(rig, answer, stops=["stop"])
-    if mutant == "a stop string leaks":
-        monkeypatch.setattr(stop.StopScanner, "_holdback", lambda *_: 0)
-        with pytest.raises(AssertionError):
-            check_completion(rig, answer, stops=["stop"])
-    else:
-        monkeypatch.setattr(sse, "_LINE_BREAKS", ())
-        call = rig.ask("template", COMPLETIONS, body_of(COMPLETIONS))
-        assert len(call.text.decode().splitlines()) > 1
+MUTANTS = [
+    (stop.StopScanner, "_holdback", lambda *_: 0),
+    (parser, "_held_length", lambda *_: 0),
+    (thinking.ThinkingSplitter, "finish", lambda _: ("", "")),
+    (messages_answer.MessagesAnswer, "_close", lambda _: b""),
+    (responses_answer.ResponsesAnswer, "_status", lambda _: "completed"),
+    (answer_module.Choice, "text", property(lambda choice: "".join(choice.parts[1:]))),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), MUTANTS, ids=[name for _, name, _ in MUTANTS])
+def test_the_properties_find_planted_faults(rig: Rig, monkeypatch: pytest.MonkeyPatch, owner, name: str, fault):
+    words = ["<think>hm</think>", "word ", "st", "op", " then ", HERMES]
+    calling = ("template", words, [], [1], FinishReason.LENGTH)
+    thinking_only = ("template", ["<think>hm</thi"], [], [1], FinishReason.LENGTH)
+
+    def check() -> None:
+        check_chats(rig, calling, tools=True, stops=True)
+        check_chats(rig, calling, tools=True, stops=False)
+        check_chats(rig, thinking_only, tools=True, stops=False)
+        assert rig.whole_and_stream("template", CHAT, body_of(CHAT), [len(rig.said)])[0].reasoning == "hm</thi"
+
+    check()
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_line_breaks_of_unicode_would_cut_events_if_they_were_left(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    prepare(rig, "template", ["a\u2028b"], [], [1], FinishReason.STOP)
+    rig.sizes = [len(rig.said)]
+    assert len(rig.ask("template", COMPLETIONS, body_of(COMPLETIONS)).text.decode().splitlines()) == 1
+    monkeypatch.setattr(sse, "_LINE_BREAKS", ())
+    assert len(rig.ask("template", COMPLETIONS, body_of(COMPLETIONS)).text.decode().splitlines()) > 1
