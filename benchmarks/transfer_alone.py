@@ -4,6 +4,7 @@ Straight calls in this process, as the libraries' own examples make them: NIXL w
 synchronous batches of at most 1,024 descriptors.
 """
 
+import importlib
 import os
 import time
 from collections.abc import Sequence
@@ -51,9 +52,7 @@ def _agent(address: int, nbytes: int):  # noqa: ANN202 - the library's own type
 
 
 def _engine(address: int, nbytes: int):  # noqa: ANN202 - the library's own type
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
+    engine = importlib.import_module("mooncake.engine").TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     assert engine.register_memory(address, nbytes) == 0
     return engine

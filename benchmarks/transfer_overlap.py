@@ -3,7 +3,7 @@
     python -m benchmarks.transfer_overlap [--models smollm2,v41-tiny] [--transfer tcp] [--rounds 9] [--record NAME]
 
 Three clusters of the same model run side by side and are asked in turn, one request at a time and a new prompt for each,
-so nothing is cached. The first token does not wait for pages; the second does: the difference of the two clusters of
+so nothing is cached; each worker computes with one thread. The first token does not wait for pages; the second does: the difference of the two clusters of
 a pair is what the overlap hides.
 """
 
@@ -39,7 +39,8 @@ def cluster(model: str, transfer: str, flags: tuple[str, ...]) -> Iterator[str]:
     """Run `tandem up`; yields the gateway's address."""
     with tempfile.TemporaryDirectory(prefix="tandem-overlap-") as directory:
         command = [sys.executable, "-m", "deploy.cli", "up", "--run-dir", directory, "--port", "0", "--model", model]
-        command += ["--transfer", transfer, "--set", "all:engine.chunk_tokens=64", *flags]
+        command += ["--transfer", transfer, "--set", "all:engine.chunk_tokens=64"]
+        command += ["--set", "all:model.threads=1", *flags]
         log = Path(directory) / "up.log"
         with log.open("w") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, cwd=Path(__file__).parents[1])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from core.aio import Tasks
@@ -19,7 +20,7 @@ from core.rpc.server import RpcServer
 from core.tls import check_tls
 from core.tracing.api import Tracer
 from core.tracing.factory import open_tracer
-from core.worker import Role
+from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
 from decode_worker.body import DecodeBody
 from decode_worker.config import DecodeWorkerConfig
@@ -29,7 +30,7 @@ from decode_worker.metrics import DECODE_METRICS, stage_times
 from decode_worker.receiver import Receiver
 from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
-from engine.factory import load, open_engine
+from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.destination import Destination
 from kv_transfer.factory import TransportFactory, check_transports
@@ -98,15 +99,7 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         add_generate(server, service)
 
         body = DecodeBody(incarnation=incarnation, engine=engine, service=service, destination=destination)
-        register = loaded.registration(
-            Role.DECODE,
-            config.worker,
-            incarnation=incarnation,
-            secret_check=proof.check_value(),
-            transports=expand(config.transfer.transports),
-            prefill_mode=config.prefill.mode.value,
-        )
-        await shell.serve(stack, server, body, register=register, exported=exported)
+        await shell.serve(stack, server, body, register=_register(config, loaded, proof), exported=exported)
 
 
 def _service(
@@ -126,4 +119,15 @@ def _service(
         tasks=tasks,
         clock=clock,
         tracer=tracer,
+    )
+
+
+def _register(config: DecodeWorkerConfig, loaded: LoadedModel, proof: Proof) -> Callable[[str, str], Registration]:
+    return loaded.registration(
+        Role.DECODE,
+        config.worker,
+        incarnation=proof.incarnation,
+        secret_check=proof.check_value(),
+        transports=expand(config.transfer.transports),
+        prefill_mode=config.prefill.mode.value,
     )

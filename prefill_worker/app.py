@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from core.clock import SystemClock
@@ -16,9 +17,9 @@ from core.rpc.proof import Proof
 from core.rpc.server import RpcServer
 from core.tls import check_tls
 from core.tracing.factory import open_tracer
-from core.worker import Role
+from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
-from engine.factory import load, open_engine
+from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.factory import SHARED_MEMORY, TransportFactory, check_transports
 from kv_transfer.handshake import expand
@@ -91,11 +92,16 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
         add_kv_source(server, source)
 
         body = PrefillBody(incarnation=incarnation, engine=engine, service=service, source=source)
-        register = loaded.registration(
-            Role.PREFILL,
-            config.worker,
-            incarnation=incarnation,
-            secret_check=proof.check_value(),
-            transports=[name for name, _ in source.exports()],
-        )
-        await shell.serve(stack, server, body, register=register, exported=exported)
+        await shell.serve(stack, server, body, register=_register(config, loaded, proof, source), exported=exported)
+
+
+def _register(
+    config: PrefillWorkerConfig, loaded: LoadedModel, proof: Proof, source: Source
+) -> Callable[[str, str], Registration]:
+    return loaded.registration(
+        Role.PREFILL,
+        config.worker,
+        incarnation=proof.incarnation,
+        secret_check=proof.check_value(),
+        transports=[name for name, _ in source.exports()],
+    )

@@ -16,3 +16,5 @@ def test_200_requests_with_a_kill_and_a_stall_are_all_right_and_leave_nothing_he
     assert result["left_early"] > 5
     counts = result["counts_of_living_workers"]
     assert counts["transfer_pulls_committed"] > 80, "hardly anything was handed over"
+    lost = counts["worker_need_prefill_total"] + counts["worker_recovered_here_total"]
+    assert lost > 0, "the kill met no hand-over"

@@ -97,20 +97,38 @@ async def one_stream(client: httpx.AsyncClient, model: str, outcome: Outcome, ca
 
 
 async def storm(
-    base_url: str, model: str, work: list[tuple[str, str, int]], *, concurrency: int, cancel_share: float, seed: int
+    base_url: str,
+    model: str,
+    work: list[tuple[str, str, int]],
+    *,
+    concurrency: int,
+    cancel_share: float,
+    seed: int,
+    early_share: float = 0.0,
 ) -> list[Outcome]:
-    """Run (prompt, expected text, max_tokens) items, `concurrency` at a time; a share of them is cancelled midway."""
+    """Run (prompt, expected text, max_tokens) items, `concurrency` at a time; a share of them is cancelled midway.
+
+    Another share leaves within half a second, whatever has come by then: most of them before their first token.
+    """
     rng = random.Random(seed)
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency + 8)
     async with httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits) as client:
 
-        async def run(item: tuple[str, str, int], cancel_after: int | None) -> Outcome:
+        async def run(item: tuple[str, str, int], cancel_after: int | None, stay_s: float | None) -> Outcome:
+            outcome = Outcome(item[0], item[1], item[2])
             async with gate:
-                return await one_stream(client, model, Outcome(item[0], item[1], item[2]), cancel_after)
+                try:
+                    async with asyncio.timeout(stay_s):
+                        await one_stream(client, model, outcome, cancel_after)
+                except TimeoutError:
+                    outcome.cancelled = True
+                return outcome
 
         cancels = [rng.randint(1, 6) if rng.random() < cancel_share else None for _ in work]
-        return list(await asyncio.gather(*(run(i, c) for i, c in zip(work, cancels, strict=True))))
+        stays = [rng.uniform(0.0, 0.5) if rng.random() < early_share else None for _ in work]
+        runs = zip(work, cancels, stays, strict=True)
+        return list(await asyncio.gather(*(run(item, cancel, stay) for item, cancel, stay in runs)))
 
 
 def work(count: int, seed: int) -> list[tuple[str, str, int]]:
