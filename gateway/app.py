@@ -31,7 +31,7 @@ from gateway.admin import KIND, GatewayAdmin
 from gateway.admission import Admission
 from gateway.attempt import RetryBudget
 from gateway.cluster import Cluster
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, GatewayDrain
 from gateway.directory import Directory
 from gateway.http.asgi import build_asgi
 from gateway.http.front import Front
@@ -118,6 +118,8 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         tasks.spawn(core.membership.sweep(), name="membership sweep")
         tasks.spawn(_refresh(admin, health, http), name="gauges")
         tasks.spawn(core.tenants.follow(), name="keys")
+        if core.recorder is not None:
+            tasks.spawn(core.recorder.follow(), name="trace recorder")
         tasks.spawn(LoopHealth(metrics, clock).watch(), name="loop health")
         lifecycle.move(State.READY)
         facts = {
@@ -133,7 +135,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         ready_file.write({"id": config.id, "kind": KIND, "incarnation": proof.incarnation, **facts})
         logger.info("serving at http://%s, workers join at %s", facts["http_address"], membership_address)
         await departure.wait()
-        await _leave(lifecycle, core.admission, http, departure, config.drain.accept_s)
+        await _leave(lifecycle, core.admission, http, departure, config.drain)
 
 
 def _compose(
@@ -262,14 +264,18 @@ async def _open_membership(
 
 
 async def _leave(
-    lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure, accept_s: float
+    lifecycle: Lifecycle, admission: Admission, http: HttpServer, departure: Departure, rules: GatewayDrain
 ) -> None:
     """Refuse new requests, let the open ones end within the budget, then close the HTTP side."""
     if departure.error is not None:
         lifecycle.move(State.FAILED)
         return
     lifecycle.move(State.DRAINING)
-    await departure.bound(asyncio.sleep(accept_s))
+    if rules.hand_over:
+        await http.hand_over()
+    await departure.bound(asyncio.sleep(rules.accept_s))
+    if rules.hand_over:
+        http.close_idle()
     admission.drain()
     finished = await departure.bound(admission.idle())
     if not finished:

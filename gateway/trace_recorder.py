@@ -5,6 +5,7 @@ full page, equal iff the whole prefix is equal), `block_size` [tokens a page], `
 compared. Bounded by bytes; event loop's thread; a line is written when its request ends.
 """
 
+import asyncio
 import hashlib
 import secrets
 from pathlib import Path
@@ -17,6 +18,7 @@ from core.clock import Clock
 from gateway.router import Work, session_of
 
 FLUSH_BYTES = 64 * 1024
+FLUSH_S = 1.0
 
 
 class RecorderRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +68,12 @@ class TraceRecorder:
         self._lines.append(line)
         self._pending += len(line)
         if self._pending >= FLUSH_BYTES:
+            self.flush()
+
+    async def follow(self) -> None:
+        """Write what is pending, again and again; an owned task."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
             self.flush()
 
     def flush(self) -> None:
