@@ -15,16 +15,17 @@ from typing import cast
 import msgspec
 
 from core.clock import SystemClock
-from core.config import load
 from core.errors import ConfigError, TandemError
 from core.lifecycle import EXIT_PREFLIGHT
+from deploy.cluster_description import read_description
 from deploy.demo import run_demo
 from deploy.doctor import findings, run_doctor
 from deploy.doctor_transfer import judge, look
 from deploy.local.control import ask
+from deploy.local.described import spec_of
 from deploy.local.models import cache_directory, model_directory
 from deploy.local.session import Session
-from deploy.local.spec import SERVICE_MODULES, ClusterSpec, check_spec
+from deploy.local.spec import SERVICE_MODULES, ClusterSpec, check_spec, with_sets
 from deploy.status import render_status
 
 EPILOG = "Start with: tandem up    Stop with Ctrl-C or: tandem down"
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     up = add("up", "start a cluster on this machine and serve until Ctrl-C")
-    up.add_argument("-f", "--file", type=Path, help="cluster description (TOML); flags override it")
+    up.add_argument("-f", "--file", type=Path, help="cluster.yaml; flags override it")
     up.add_argument("--model", help="smollm2 | tiny-llama | tiny-window | v41-tiny | v41-mini | scripted | DIRECTORY")
     up.add_argument("--served-name", help="name that clients use for the model")
     up.add_argument("--prefill", type=int, help="prefill workers (default 1)")
@@ -82,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     scale = add("scale", "change the size of a pool, e.g. decode=3 prefill=2")
     scale.add_argument("pools", nargs="+", metavar="POOL=N")
     scale.set_defaults(run=_scale)
+    rollout = add("rollout", "replace all processes, or those with other settings, while the cluster serves")
+    rollout.add_argument("--set", action="append", default=[], metavar="ROLE:KEY=VALUE", help="as for up")
+    rollout.add_argument("--model", help="other weights under the same public name: a built-in or a DIRECTORY")
+    rollout.add_argument("--surge", type=_positive, default=1, help="workers of a pool to start at a time (default 1)")
+    rollout.add_argument("--abort", action="store_true", help="end the running rollout and go back")
+    rollout.set_defaults(run=_rollout)
     drain = add("drain", "let one worker finish its work and leave, e.g. decode-1")
     drain.add_argument("worker")
     drain.set_defaults(run=_drain)
@@ -103,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
     """Combine the file and the flags; flags win."""
-    spec = load(ClusterSpec, options.file, []) if options.file else ClusterSpec()
+    spec = spec_of(read_description(options.file)) if options.file else ClusterSpec()
     names = (
         "model",
         "served_name",
@@ -117,12 +124,7 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         "autoscale",
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    sets = {role: list(values) for role, values in spec.sets.items()}
-    for value in options.set:
-        role, colon, assignment = value.partition(":")
-        if not colon or "=" not in assignment:
-            raise ConfigError(f"--set {value!r} is not ROLE:KEY=VALUE, e.g. all:engine.num_pages=64")
-        sets.setdefault(role, []).append(assignment)
+    sets = with_sets(spec, _sets(options.set)).sets
     merged = {**msgspec.structs.asdict(spec), **given, "sets": sets, "name": options.name}
     try:
         result = msgspec.convert(merged, ClusterSpec)
@@ -130,6 +132,23 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         raise ConfigError(f"the cluster description is wrong: {error}") from error
     check_spec(result)
     return result
+
+
+def _sets(values: list[str]) -> dict[str, list[str]]:
+    sets: dict[str, list[str]] = {}
+    for value in values:
+        role, colon, assignment = value.partition(":")
+        if not colon or "=" not in assignment:
+            raise ConfigError(f"--set {value!r} is not ROLE:KEY=VALUE, e.g. all:engine.num_pages=64")
+        sets.setdefault(role, []).append(assignment)
+    return sets
+
+
+def _positive(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -152,6 +171,17 @@ def _scale(options: argparse.Namespace) -> int:
             raise ConfigError(f"{text!r} is not POOL=N, e.g. decode=3")
         pools[role] = int(count)
     _say(render_status(ask(run_directory(options), {"command": "scale", "pools": pools}, _say)))
+    return 0
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    if options.abort:
+        ask(run_directory(options), {"command": "abort"}, _say)
+        return 0
+    body: dict[str, object] = {"command": "rollout", "sets": _sets(options.set), "surge": options.surge}
+    if options.model:
+        body["model_dir"] = str(model_directory(options.model, cache_directory(), _say))
+    _say(render_status(ask(run_directory(options), body, _say)))
     return 0
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-COLUMNS = (("id", 12), ("state", 10), ("pid", 8), ("restarts", 9), ("address", 22), ("http_address", 22))
+COLUMNS = (
+    ("id", 12),
+    ("state", 10),
+    ("revision", 9),
+    ("pid", 8),
+    ("restarts", 9),
+    ("address", 22),
+    ("http_address", 22),
+)
 
 
 def render_status(described: Mapping[str, object]) -> str:

@@ -81,6 +81,8 @@ class GatewayDrain(DrainSection, frozen=True, kw_only=True, forbid_unknown_field
 
     accept_s: Annotated[float, Meta(ge=0)] = 0.0
     """How long new requests are still taken after /readyz has turned: as long as load balancers need to notice."""
+    hand_over: bool = False
+    """Stop listening at once, because another process shares the port (`http.reuse_port`) and takes what comes."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

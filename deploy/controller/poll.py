@@ -11,6 +11,7 @@ from typing import Protocol
 
 from core.clock import Clock
 from core.errors import TandemError
+from core.rpc.addresses import expand
 from core.rpc.admin import AdminClient
 from deploy.controller.figures import GatewayFigures
 
@@ -30,16 +31,17 @@ class FigureSource(Protocol):
 
 
 class GatewayPoll:
-    """`FigureSource` over the admin service of gateways at fixed addresses."""
+    """`FigureSource` over the admin service of gateways at fixed addresses, or behind a name (`dns:`)."""
 
     def __init__(self, client: AdminClient, addresses: Sequence[str], clock: Clock) -> None:
         self._client = client
         self._addresses = addresses
         self._clock = clock
         self._last: dict[str, tuple[float, GatewayFigures]] = {}
+        self._silent: dict[str, str] = {}
 
     async def read(self) -> tuple[Sequence[GatewayFigures], float]:
-        await asyncio.gather(*(self._ask(address) for address in self._addresses))
+        await asyncio.gather(*(self._ask(address) for address in await expand(self._addresses)))
         now = self._clock.now()
         if any(now - at < FORGET_S for at, _ in self._last.values()):
             self._last = {a: entry for a, entry in self._last.items() if now - entry[0] < FORGET_S}
@@ -51,7 +53,10 @@ class GatewayPoll:
             told = await self._client.describe(address, TIMEOUT_S)
             statistics = await self._client.statistics(address, timeout_s=TIMEOUT_S)
         except TandemError as error:
-            _LOG.warning("gateway %s does not answer: %s", address, error.message)
+            if self._silent.get(address) != error.message:  # one line for a place that stays empty, not one a tick
+                self._silent[address] = error.message
+                _LOG.warning("gateway %s does not answer: %s", address, error.message)
             return
+        self._silent.pop(address, None)
         figures = GatewayFigures(incarnation=told.incarnation, values=statistics.values)
         self._last[address] = (self._clock.now(), figures)

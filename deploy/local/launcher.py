@@ -1,23 +1,26 @@
 """Starts, watches, scales and ends the processes of one local cluster.
 
-The local actuator: `list`, `ensure(role, n)`, `remove(worker)`, `describe`. It ends only processes that it started,
-by pid, and learns readiness from the files that they write. Runs on one event loop; knows no request and no page.
+It ends only processes that it started, by pid, and learns readiness from the files that they write. Runs on one event
+loop; knows no request and no page.
 """
 
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from core.clock import Clock
 from core.config import native_environment, to_toml
 from core.errors import ConfigError, DeadlineExceeded
+from core.process import check_port
 from deploy.local.probe import answers_ok
 from deploy.local.restart import after_exit
 from deploy.local.slot import Slot, SlotState, first_sentence
 from deploy.local.spec import (
     ClusterSpec,
+    Revision,
     choose_leaving,
     controller_config,
     gateway_config,
@@ -31,7 +34,8 @@ from kv_transfer.memory import sweep_stale_segments
 
 READY_POLL_S = 0.05
 START_TIMEOUT_S = 180.0
-GATEWAY_ID = "gateway-1"
+GATEWAY_IDS = ("gateway-1", "gateway-2")
+"""One serves; the other replaces it in a rollout, on the same HTTP port and the other of two membership ports."""
 CONTROLLER_ID = "controller-1"
 
 Report = Callable[[str], None]
@@ -41,19 +45,21 @@ class Launcher:
     """The processes of one cluster. Construct, `start`, then `ensure`/`remove`/`down` at will."""
 
     def __init__(self, *, spec: ClusterSpec, run_dir: Path, model_dir: Path, clock: Clock, report: Report) -> None:
-        self._spec = spec
+        self.revision = Revision(number=1, spec=spec, model_dir=model_dir)
+        """Of the processes that are started from now on; a rollout sets the next one at its end."""
         self._run_dir = run_dir
-        self._model_dir = model_dir
         self._clock = clock
         self._report = report
         self._slots: dict[str, Slot] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._want = {"prefill": spec.prefill, "decode": spec.decode}
+        self._http_port = spec.port
+        self._membership: dict[str, str] = {}
         self._closing = False
 
     # --- actuator -----------------------------------------------------------------------------------------------
 
-    def list(self) -> list[str]:
+    def ids(self) -> list[str]:
         """Return the ids of all slots that hold or will hold a process."""
         return sorted(self._slots)
 
@@ -61,15 +67,25 @@ class Launcher:
         """Return the cluster as `tandem status` shows it; notices restarted processes that have become ready."""
         for slot in self._slots.values():
             slot.poll_ready()
-        gateway = self._slots.get(GATEWAY_ID)
+        spec = self.revision.spec
         return {
-            "name": self._spec.name,
-            "model": self._spec.served_name or self._spec.model,
+            "name": spec.name,
+            "model": spec.served_name or spec.model,
+            "revision": self.revision.number,
             "run_dir": str(self._run_dir),
-            "http_address": gateway.facts.get("http_address") if gateway else None,
+            "http_address": f"{spec.host}:{self._http_port}" if self._http_port else None,
             "want": dict(self._want),
             "processes": [slot.describe() for slot in self._slots.values()],
         }
+
+    def slots(self, role: str) -> list[Slot]:
+        """Return the places of a role whose processes stay, oldest first."""
+        return [slot for slot in self._slots.values() if slot.role == role and not slot.asked]
+
+    @property
+    def want(self) -> dict[str, int]:
+        """Sizes of both pools, by role."""
+        return dict(self._want)
 
     async def ensure(self, role: str, count: int, report: Report | None = None) -> None:
         """Bring a pool to `count` workers: start missing ones, let the highest numbers drain and leave."""
@@ -77,22 +93,22 @@ class Launcher:
         self._check_pool(role)
         if count < (1 if role == "decode" else 0):
             raise ConfigError("at least one decode worker must stay; use `tandem down` to stop the cluster")
-        if role == "prefill" and count == 0 and self._spec.prefill_mode == "remote":
+        if role == "prefill" and count == 0 and self.revision.spec.prefill_mode == "remote":
             raise ConfigError("prefill_mode is remote, so at least one prefill worker must stay")
         self._want[role] = count
-        present = [s.id for s in self._slots.values() if s.role == role and not s.asked]
-        started = [await self._start_worker(role) for _ in range(count - len(present))]
-        await asyncio.gather(*(self._wait_ready(slot, report) for slot in started))
+        present = [slot.id for slot in self.slots(role)]
+        started = [await self.start_worker(role, self.revision) for _ in range(count - len(present))]
+        await asyncio.gather(*(self.wait_ready(slot, report) for slot in started))
         leaving = choose_leaving(role, present, len(present) - count)
         await asyncio.gather(*(self.remove(worker_id, report) for worker_id in leaving))
 
     async def order(self, role: str, count: int) -> None:
         """Start what a pool misses to have `count` workers that stay, without waiting for readiness; removes nobody."""
         self._check_pool(role)
-        present = sum(1 for s in self._slots.values() if s.role == role and not s.asked)
+        present = len(self.slots(role))
         self._want[role] = max(present, count)
         for _ in range(count - present):
-            await self._start_worker(role)
+            await self.start_worker(role, self.revision)
 
     def _check_pool(self, role: str) -> None:
         if role not in self._want:
@@ -103,33 +119,33 @@ class Launcher:
         report = report or self._report
         slot = self._slots.get(worker_id)
         if slot is None:
-            raise ConfigError(f"there is no process {worker_id!r}; running are {', '.join(self.list())}")
+            raise ConfigError(f"there is no process {worker_id!r}; running are {', '.join(self.ids())}")
         if slot.role in self._want and not slot.asked:
-            others = sum(1 for s in self._slots.values() if s.role == slot.role and not s.asked and s is not slot)
+            others = len(self.slots(slot.role)) - 1
             self._want[slot.role] = min(self._want[slot.role], others)
         report(f"{worker_id}: draining")
         slot.terminate()
         if slot.pid is None:
             self._forget(slot)
-        await self._wait_gone(slot, self._spec.drain_s + 5.0)
+        await self._wait_gone(slot, slot.revision.spec.drain_s + 5.0)
         report(f"{worker_id}: gone")
 
     # --- life of the cluster ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the gateway, then all workers at once; wait until every one is ready."""
+        check_port(self.revision.spec.host, self.revision.spec.port)
         secret = self._run_dir / "secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
-        gateway = self._new_slot(GATEWAY_ID, "gateway")
-        await self._launch(gateway)
-        await self._wait_ready(gateway, self._report)
-        slots = [await self._start_worker(role) for role, count in self._want.items() for _ in range(count)]
-        await asyncio.gather(*(self._wait_ready(slot, self._report) for slot in slots))
-        if self._spec.autoscale:
-            controller = self._new_slot(CONTROLLER_ID, "controller")
-            await self._launch(controller)
-            await self._wait_ready(controller, self._report)
+        self._membership = dict(zip(GATEWAY_IDS, free_addresses(self.revision.spec.host), strict=True))
+        gateway = await self.start_gateway(self.revision)
+        await self.wait_ready(gateway, self._report)
+        slots = [await self.start_worker(role, self.revision) for role, n in self._want.items() for _ in range(n)]
+        await asyncio.gather(*(self.wait_ready(slot, self._report) for slot in slots))
+        check_one_fingerprint(slots)
+        if self.revision.spec.autoscale:
+            await self.wait_ready(await self.start_controller(self.revision), self._report)
 
     async def down(self, budget_s: float) -> None:
         """End everything: workers drain beside the gateway's open streams, then the gateway leaves."""
@@ -150,53 +166,63 @@ class Launcher:
 
     # --- processes ----------------------------------------------------------------------------------------------
 
-    def _new_slot(self, slot_id: str, role: str) -> Slot:
-        slot = Slot(slot_id=slot_id, role=role, run_dir=self._run_dir, clock=self._clock)
-        self._slots[slot_id] = slot
-        return slot
+    async def start_gateway(self, revision: Revision) -> Slot:
+        """Start a gateway at the free one of its two places."""
+        free = next(slot_id for slot_id in GATEWAY_IDS if slot_id not in self._slots)
+        return await self._start(free, "gateway", revision)
 
-    async def _start_worker(self, role: str) -> Slot:
-        slot = self._new_slot(next_worker_id(role, set(self._slots)), role)
+    async def start_worker(self, role: str, revision: Revision) -> Slot:
+        """Start a worker under the lowest free number."""
+        return await self._start(next_worker_id(role, set(self._slots)), role, revision)
+
+    async def start_controller(self, revision: Revision) -> Slot:
+        """Start the controller."""
+        return await self._start(CONTROLLER_ID, "controller", revision)
+
+    async def _start(self, slot_id: str, role: str, revision: Revision) -> Slot:
+        slot = Slot(slot_id=slot_id, role=role, revision=revision, run_dir=self._run_dir, clock=self._clock)
+        self._slots[slot_id] = slot
         await self._launch(slot)
         return slot
 
     async def _launch(self, slot: Slot) -> None:
+        if self._closing:
+            raise ConfigError("the cluster is ending; nothing is started any more")
         threads = threads_per_worker(os.cpu_count() or 1, sum(self._want.values()))
         config = self._config_of(slot, threads)
-        await slot.start(to_toml(config), overrides(self._spec, slot.role), native_environment(threads=threads))
+        await slot.start(to_toml(config), overrides(slot.revision.spec, slot.role), native_environment(threads=threads))
         watcher = asyncio.create_task(self._watch(slot))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
     def _config_of(self, slot: Slot, threads: int) -> dict[str, object]:
+        spec, model_dir = slot.revision.spec, slot.revision.model_dir
         if slot.role == "gateway":
             return gateway_config(
-                self._spec,
+                spec,
                 gateway_id=slot.id,
                 run_dir=self._run_dir,
-                model_dir=self._model_dir,
-                http_port=self._port_of(slot, "http_address", self._spec.port),
-                membership_port=self._port_of(slot, "membership_address", 0),
+                model_dir=model_dir,
+                http_port=self._http_port,
+                membership_port=int(self._membership[slot.id].rsplit(":", 1)[1]),
+                sibling=next(address for other, address in self._membership.items() if other != slot.id),
             )
-        gateways = [str(self._slots[GATEWAY_ID].facts["membership_address"])]
+        gateways = list(self._membership.values())
         if slot.role == "controller":
-            return controller_config(self._spec, controller_id=slot.id, run_dir=self._run_dir, gateways=gateways)
+            return controller_config(spec, controller_id=slot.id, run_dir=self._run_dir, gateways=gateways)
         return worker_config(
-            self._spec,
+            spec,
             role=slot.role,
             worker_id=slot.id,
             run_dir=self._run_dir,
-            model_dir=self._model_dir,
+            model_dir=model_dir,
             gateways=gateways,
             threads=threads,
         )
 
-    def _port_of(self, slot: Slot, fact: str, default: int) -> int:
-        """Keep the port of an earlier life: workers and clients know it."""
-        address = str(slot.facts.get(fact, ""))
-        return int(address.rsplit(":", 1)[1]) if ":" in address else default
-
-    async def _wait_ready(self, slot: Slot, report: Report) -> None:
+    async def wait_ready(self, slot: Slot, report: Report) -> None:
+        """Wait until a process serves; raises ConfigError with its own last sentence if it ended instead."""
+        was_ready = slot.state is SlotState.READY
         deadline = self._clock.now() + START_TIMEOUT_S
         while not (slot.poll_ready() and await self._is_registered(slot)):
             if slot.state in {SlotState.HELD, SlotState.GONE, SlotState.BACKOFF}:
@@ -205,7 +231,11 @@ class Launcher:
             if self._clock.now() > deadline:
                 raise DeadlineExceeded(f"{slot.id} was not ready after {START_TIMEOUT_S:.0f} s (log: {slot.log_path})")
             await asyncio.sleep(READY_POLL_S)
-        report(f"{slot.id}: ready after {self._clock.now() - slot.started_at:.1f} s")
+        if slot.role == "gateway":
+            # Clients know the port: whoever serves after this one takes the same.
+            self._http_port = int(str(slot.facts["http_address"]).rsplit(":", 1)[1])
+        if not was_ready:
+            report(f"{slot.id}: ready after {self._clock.now() - slot.started_at:.1f} s")
 
     async def _is_registered(self, slot: Slot) -> bool:
         """True once a worker also holds a gateway's lease: before that no request can reach it."""
@@ -253,3 +283,23 @@ class Launcher:
         slot.state = SlotState.GONE
         slot.forget()
         self._slots.pop(slot.id, None)
+
+
+def free_addresses(host: str) -> list[str]:
+    """Return one address for each place of a gateway, with ports that are free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = [socket.create_server((host, 0), family=family) for _ in GATEWAY_IDS]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return [f"{host}:{port}" for port in ports]
+
+
+def check_one_fingerprint(slots: Iterable[Slot]) -> None:
+    """Raise ConfigError if workers of one revision could not be paired with each other."""
+    told = {str(slot.facts["fingerprint"]): slot.id for slot in slots}
+    if len(told) > 1:
+        raise ConfigError(
+            f"{' and '.join(sorted(told.values()))} have different fingerprints and would never be paired: "
+            "give both pools the same model files, page size and drafts (--set all:KEY=VALUE)"
+        )

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, cast
 
+import msgspec
+
 from core.clock import Clock
 from core.errors import ConfigError
 from deploy.actuators.api import FENCE_CODE, FenceGate, StaleFence
 from deploy.local.control import ControlServer, Progress, Reply
 from deploy.local.launcher import Launcher
-from deploy.local.spec import ClusterSpec
+from deploy.local.rollout import Rollout
+from deploy.local.spec import ClusterSpec, Revision, check_spec, with_sets
 
 LOCK_NAME = "launcher.lock"
 
@@ -45,6 +48,7 @@ class Session:
         self._stop = asyncio.Event()
         self._budget_s = spec.drain_s
         self._gate = FenceGate()
+        self._rollout: Rollout | None = None
 
     async def run(self) -> int:
         """Start, serve until a signal or `tandem down`, end everything."""
@@ -79,6 +83,8 @@ class Session:
         self._stop.set()
 
     async def _handle(self, command: Reply, progress: Progress) -> Reply:
+        if self._rollout is not None and command.get("command") in {"scale", "drain", "ensure", "remove", "rollout"}:
+            raise ConfigError("a rollout is running; wait for it, or end it with: tandem rollout --abort")
         match command.get("command"):
             case "status":
                 return self.launcher.describe()
@@ -95,8 +101,16 @@ class Session:
                 return {}
             case "remove":
                 self._check_fence(command)
-                if str(command["worker"]) in self.launcher.list():
+                if str(command["worker"]) in self.launcher.ids():
                     await self.launcher.remove(str(command["worker"]), progress)
+                return {}
+            case "rollout":
+                await self._roll(command, progress)
+                return self.launcher.describe()
+            case "abort":
+                if self._rollout is None:
+                    raise ConfigError("no rollout is running")
+                self._rollout.abort()
                 return {}
             case "down":
                 self._budget_s = float(cast("float", command.get("budget_s", self._spec.drain_s)))
@@ -104,6 +118,21 @@ class Session:
                 return {"pid": os.getpid()}
             case other:
                 raise ConfigError(f"unknown command {other!r}")
+
+    async def _roll(self, command: Reply, progress: Progress) -> None:
+        old = self.launcher.revision
+        spec = with_sets(old.spec, cast("dict[str, list[str]]", command.get("sets", {})))
+        # Clients go on asking for the name that they know, whatever directory it stands for.
+        spec = msgspec.structs.replace(spec, served_name=model_name(old.spec))
+        check_spec(spec)
+        model_dir = Path(str(command.get("model_dir") or old.model_dir))
+        target = Revision(number=old.number + 1, spec=spec, model_dir=model_dir)
+        surge = int(cast("int", command.get("surge", 1)))
+        self._rollout = Rollout(self.launcher, target, surge=surge, report=progress)
+        try:
+            await self._rollout.run()
+        finally:
+            self._rollout = None
 
     def _check_fence(self, command: Reply) -> None:
         try:

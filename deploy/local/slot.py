@@ -14,7 +14,7 @@ from typing import cast
 
 from core.clock import Clock
 from deploy.local.restart import History
-from deploy.local.spec import SERVICE_MODULES
+from deploy.local.spec import SERVICE_MODULES, Revision
 
 LOG_TAIL_LINES = 50
 
@@ -33,9 +33,10 @@ class SlotState(enum.StrEnum):
 class Slot:
     """A named place for a process. Used by the launcher's event loop only."""
 
-    def __init__(self, *, slot_id: str, role: str, run_dir: Path, clock: Clock) -> None:
+    def __init__(self, *, slot_id: str, role: str, revision: Revision, run_dir: Path, clock: Clock) -> None:
         self.id = slot_id
         self.role = role
+        self.revision = revision
         self.state = SlotState.GONE
         self.history = History()
         self.asked = False
@@ -124,6 +125,7 @@ class Slot:
             "id": self.id,
             "role": self.role,
             "state": self.state.value,
+            "revision": self.revision.number,
             "pid": self.pid,
             "restarts": len(self.history.restarts),
             "reason": self.reason,

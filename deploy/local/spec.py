@@ -3,6 +3,7 @@
 Pure: no process is started and no file is written here. Section names are those of the services' own config structs.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,10 @@ SERVICE_MODULES = {
     "controller": "deploy.controller",
 }
 """Role of a process -> the package that is run with ``python -m``."""
+
+
+HAND_OVER_S = 0.5
+"""How long a leaving gateway takes requests on the connections that it has; new ones go to its successor."""
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +47,32 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Run a controller that sizes the pools; its rules are `--set controller:autoscale.KEY=VALUE`."""
     sets: dict[str, tuple[str, ...]] = {}
     """Role (`gateway`, `prefill`, `decode`, `controller`, `all`: both workers) -> overrides such as ``engine.num_pages=64``."""
+
+
+class Revision(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes are started from; a rollout replaces those of one revision by those of the next."""
+
+    number: int
+    spec: ClusterSpec
+    model_dir: Path
+
+
+def with_sets(spec: ClusterSpec, more: Mapping[str, Sequence[str]]) -> ClusterSpec:
+    """Return `spec` with `more` settings (role -> ``key=value``); an older one of the same key is replaced."""
+    sets = dict(spec.sets)
+    for role, values in more.items():
+        keys = {value.partition("=")[0] for value in values}
+        kept = (value for value in sets.get(role, ()) if value.partition("=")[0] not in keys)
+        sets[role] = (*kept, *values)
+    return msgspec.structs.replace(spec, sets=sets)
+
+
+def changed_roles(old: Revision, new: Revision) -> set[str]:
+    """Return the roles whose processes differ between two revisions; all of them if none does: a plain restart."""
+    roles = set(SERVICE_MODULES)
+    if old.model_dir != new.model_dir:
+        return roles
+    return {role for role in roles if overrides(old.spec, role) != overrides(new.spec, role)} or roles
 
 
 def check_spec(spec: ClusterSpec) -> None:
@@ -91,18 +122,34 @@ def worker_config(
 
 
 def gateway_config(
-    spec: ClusterSpec, *, gateway_id: str, run_dir: Path, model_dir: Path, http_port: int, membership_port: int
+    spec: ClusterSpec,
+    *,
+    gateway_id: str,
+    run_dir: Path,
+    model_dir: Path,
+    http_port: int,
+    membership_port: int,
+    sibling: str,
 ) -> dict[str, object]:
-    """Return the configuration of the gateway as nested plain data (TOML)."""
+    """Return the configuration of a gateway as nested plain data (TOML).
+
+    Ready for a rollout: `sibling` is the membership address of the gateway that will replace this one on its HTTP port,
+    and workers of two revisions may be here (never paired). The launcher itself checks that one revision is one.
+    """
     return {
         "id": gateway_id,
         "run_dir": str(run_dir),
         "secret_file": str(run_dir / "secret"),
         "log_level": spec.log_level,
-        "http": {"host": spec.host, "port": http_port},
-        "membership": {"host": spec.host, "port": membership_port},
+        "http": {"host": spec.host, "port": http_port, "reuse_port": True},
+        "membership": {
+            "host": spec.host,
+            "port": membership_port,
+            "siblings": [sibling],
+            "mixed_fingerprints": True,
+        },
         "model": {"path": str(model_dir), "name": spec.served_name or spec.model},
-        "drain": {"budget_s": spec.drain_s},
+        "drain": {"budget_s": spec.drain_s, "hand_over": True, "accept_s": HAND_OVER_S},
     }
 
 

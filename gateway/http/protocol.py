@@ -27,7 +27,7 @@ class GuardRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Longer than the idle time of common proxies, so that they close first and no request meets a closing socket."""
 
 
-def guarded(rules: GuardRules) -> type[HttpToolsProtocol]:
+def guarded(rules: GuardRules) -> "type[GuardedProtocol]":
     """Return the protocol class with these rules; uvicorn makes one instance per connection."""
 
     class Guarded(GuardedProtocol):
@@ -44,6 +44,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
     guard = GuardRules()
+    is_leaving = False
+    """Set on the class: every connection ends with its next answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn's own
         super().connection_made(transport)
@@ -85,6 +87,8 @@ class GuardedProtocol(HttpToolsProtocol):
             # Two ways to say where a body ends: whoever stands before us may believe the other one.
             raise _Malformed
         super().on_headers_complete()
+        if self.is_leaving:
+            self.cycle.keep_alive = False
         offer_direct(self.scope, self.cycle)
 
     def send_400_response(self, msg: str) -> None:

@@ -14,7 +14,7 @@ import uvicorn
 
 from core.errors import ConfigError
 from gateway.http.client import Receive, Scope, Send
-from gateway.http.protocol import GuardRules, guarded
+from gateway.http.protocol import GuardedProtocol, GuardRules, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class HttpServer:
         self._reuse_port = reuse_port
         self._context: ssl.SSLContext | None = None
         self._stamp = 0
+        self._protocol: type[GuardedProtocol] = guarded(self._guard)
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -86,7 +87,7 @@ class HttpServer:
         context = self._context
         config = uvicorn.Config(
             cast("Any", self._api),  # uvicorn's ASGI types are TypedDicts; ours are plain mappings
-            http=guarded(self._guard),
+            http=self._protocol,
             loop="none",
             lifespan="on",
             ws="none",
@@ -112,6 +113,24 @@ class HttpServer:
                 self._context.load_cert_chain(self._tls.certificate, self._tls.key)
         except OSError as error:
             logger.warning("the old HTTP certificate stays in use: %s", error)
+
+    async def hand_over(self) -> None:
+        """Take no new connection, and end each one with its next answer: other processes share the port.
+
+        The system resets what it has queued here and nobody took, so that is taken first.
+        """
+        if self._server is None:
+            return
+        self._protocol.is_leaving = True
+        await asyncio.sleep(0)
+        for server in self._server.servers:
+            server.close()
+
+    def close_idle(self) -> None:
+        """Close connections without a request; the others close after their answer."""
+        if self._server is not None:
+            for connection in list(self._server.server_state.connections):
+                connection.shutdown()
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let open answers end, cancel those still open after `grace_s`, and wait until all is closed."""

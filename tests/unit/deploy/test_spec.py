@@ -7,12 +7,15 @@ import pytest
 from core.errors import ConfigError
 from deploy.local.spec import (
     ClusterSpec,
+    Revision,
+    changed_roles,
     check_spec,
     choose_leaving,
     gateway_config,
     next_worker_id,
     overrides,
     threads_per_worker,
+    with_sets,
     worker_config,
 )
 
@@ -50,11 +53,42 @@ def test_only_decode_workers_get_a_prefill_section():
     assert decode["transfer"] == {"transports": ["tcp"]}
 
 
-def test_the_gateway_keeps_the_ports_it_is_given():
+def test_a_gateway_shares_its_port_and_knows_the_place_of_its_successor():
     config = gateway_config(
-        ClusterSpec(), gateway_id="g", run_dir=Path("r"), model_dir=Path("m"), http_port=1, membership_port=2
+        ClusterSpec(),
+        gateway_id="g",
+        run_dir=Path("r"),
+        model_dir=Path("m"),
+        http_port=1,
+        membership_port=2,
+        sibling="h:3",
     )
     assert (config["http"]["port"], config["membership"]["port"]) == (1, 2)
+    assert config["http"]["reuse_port"]
+    assert config["membership"]["siblings"] == ["h:3"]
+
+
+def revision(spec, model="m", number=1):
+    return Revision(number=number, spec=spec, model_dir=Path(model))
+
+
+def test_a_new_setting_replaces_the_old_one_of_its_key_only():
+    spec = with_sets(ClusterSpec(sets={"all": ("a=1", "b=2")}), {"all": ["a=3"], "gateway": ["c=4"]})
+    assert spec.sets == {"all": ("b=2", "a=3"), "gateway": ("c=4",)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "model", "roles"),
+    [
+        ({"decode": ["x=1"]}, "m", {"decode"}),
+        ({"all": ["x=1"]}, "m", {"prefill", "decode"}),
+        ({"gateway": ["x=1"]}, "m", {"gateway"}),
+        ({}, "m", {"gateway", "prefill", "decode", "controller"}),
+        ({}, "other", {"gateway", "prefill", "decode", "controller"}),
+    ],
+)
+def test_a_rollout_replaces_what_differs_or_everything(sets, model, roles):
+    assert changed_roles(revision(ClusterSpec()), revision(with_sets(ClusterSpec(), sets), model)) == roles
 
 
 def test_overrides_for_all_reach_workers_before_their_own_and_never_the_gateway():
