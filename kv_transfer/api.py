@@ -120,10 +120,6 @@ class Peer(Protocol):
 
     info: PeerInfo
 
-    def probe(self, timeout_s: float) -> float:
-        """Round trip in seconds through the transport itself; raises TransferFailed."""
-        ...
-
     def disconnect(self) -> None:
         """Forget the peer. Only after its operations are closed."""
         ...

@@ -76,11 +76,6 @@ class CudaPeer(LanePeer):
     def source_sizes(self) -> Mapping[int, int]:
         return self._sizes
 
-    def probe(self, timeout_s: float) -> float:  # noqa: ARG002 - nothing here can wait
-        start = self.shared.clock.now()
-        self._cuda.copy(self._device, ())
-        return self.shared.clock.now() - start
-
     def read(self, job: Job) -> None:
         records = job.records
         source = self._addresses[records.source_region]

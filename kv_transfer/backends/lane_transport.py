@@ -35,10 +35,6 @@ class LanePeer(abc.ABC):
     def read(self, job: Job) -> None:
         """Move the bytes of one job on the lane's thread; on return or raise none of them moves any more."""
 
-    @abc.abstractmethod
-    def probe(self, timeout_s: float) -> float:
-        """See `Peer.probe`."""
-
     def disconnect(self) -> None:
         """See `Peer.disconnect`."""
         self.lane.stop()

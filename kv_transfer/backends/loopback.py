@@ -37,11 +37,6 @@ class LoopbackPeer(LanePeer):
     def source_sizes(self) -> Mapping[int, int]:
         return {region: len(view) for region, view in self._offer().views.items()}
 
-    def probe(self, timeout_s: float) -> float:  # noqa: ARG002 - nothing here can wait
-        start = self.shared.clock.now()
-        self._offer()
-        return self.shared.clock.now() - start
-
     def read(self, job: Job) -> None:
         offer = self._offer()
         records, pace = job.records, self._exchange.pace

@@ -61,12 +61,6 @@ class ShmPeer(LanePeer):
     def source_sizes(self) -> Mapping[int, int]:
         return self._sizes
 
-    def probe(self, timeout_s: float) -> float:  # noqa: ARG002 - nothing here can wait
-        start = self.shared.clock.now()
-        for view in self._views.values():
-            int(view[0])
-        return self.shared.clock.now() - start
-
     def read(self, job: Job) -> None:
         def before_step(part: Records) -> None:  # noqa: ARG001 - the source's pages cannot be asked for
             job.check(self.shared.clock)

@@ -69,19 +69,6 @@ class TcpPeer(LanePeer):
         """Connect now, before the first read, so that an unreachable source shows at once."""
         self._connection = self._connect(timeout_s)
 
-    def probe(self, timeout_s: float) -> float:
-        connection = self._connect(timeout_s)
-        try:
-            start = self.shared.clock.now()
-            nothing = np.zeros(0, np.int64)
-            send_all(connection, [encode_read(0, 0, 0, nothing, nothing)])
-            receive_exactly(connection, [memoryview(bytearray(FRAME.size))], self._patience(timeout_s).idle)
-            return self.shared.clock.now() - start
-        except OSError as error:
-            raise TransferFailed(f"the probe failed: {error}") from error
-        finally:
-            shut(connection)
-
     def disconnect(self) -> None:
         super().disconnect()
         self._hang_up()

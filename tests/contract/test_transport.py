@@ -154,11 +154,6 @@ def test_too_many_operations_are_refused_until_one_has_ended(ends):
     assert last.state is OpState.DONE
 
 
-def test_a_probe_measures_a_round_trip(ends):
-    _, _, peer = ends.connected()
-    assert 0 <= peer.probe(5.0) < 5.0
-
-
 def test_a_cancelled_read_that_waits_ends_at_once_and_writes_nothing(ends):
     source, target, peer = ends.connected(num_pages=512, page_bytes=65536)
     lease = source.lease(range(512))
