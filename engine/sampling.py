@@ -23,9 +23,9 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.floating]
-Allowed = Callable[[int, int], npt.NDArray[np.bool_] | None]
-"""(row, position) -> bool [vocab]: what the row's grammar lets stand there; None: anything. On a device that samples, the
-bits of the same mask go to where the logits are."""
+Barrier = Callable[[int, int], F32 | None]
+"""(row, position) -> float32 [vocab], added to the logits: -inf for what the row's grammar lets not stand there, else 0;
+None: anything may. On a device that samples, the bits of the same mask go to where the logits are."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are plain argmax: division by them would overflow float32."""
@@ -111,10 +111,10 @@ class PenaltyCounts:
 class Sampler:
     """Chooses tokens for rows that were set up with `set_row`. Owned by the executor thread."""
 
-    def __init__(self, num_rows: int, vocab_size: int, allowed: Allowed | None = None) -> None:
-        """`allowed` is asked for rows that were set up with a grammar."""
+    def __init__(self, num_rows: int, vocab_size: int, barrier: Barrier | None = None) -> None:
+        """`barrier` is asked for rows that were set up with a grammar."""
         self.vocab_size = vocab_size
-        self._allowed = allowed
+        self._barrier = barrier
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._temperature = np.zeros(num_rows, np.float64)
         self._top_k = np.zeros(num_rows, np.int64)
@@ -220,13 +220,13 @@ class Sampler:
         """Return the row's logits after bias, mask and penalties; `raw` itself if nothing applies."""
         rules = self._rules[row]
         masked = position < self._masked_before[row]
-        allowed = self._allowed(row, position) if self._has_grammar[row] and self._allowed is not None else None
-        if not (masked or len(rules.bias_ids) or self._penalized[row] or allowed is not None):
+        barrier = self._barrier(row, position) if self._has_grammar[row] and self._barrier is not None else None
+        if not (masked or len(rules.bias_ids) or self._penalized[row] or barrier is not None):
             return raw
         logits = raw.copy()
         logits[rules.bias_ids] += rules.bias
-        if allowed is not None:
-            logits[~_without(allowed, rules.masked_ids if masked else None)] = -np.inf
+        if barrier is not None:
+            logits += _raised(barrier, rules.masked_ids) if masked else barrier
         elif masked:
             logits[rules.masked_ids] = -np.inf
         if self._penalized[row]:
@@ -258,13 +258,11 @@ class Sampler:
         return SampleOutput(tokens, logprobs, top_tokens if width else None, top_logprobs if width else None)
 
 
-def _without(allowed: npt.NDArray[np.bool_], masked_ids: I64 | None) -> npt.NDArray[np.bool_]:
-    """Return what a grammar allows less the masked ids; of a grammar that allows nothing else, what it allows."""
-    if masked_ids is None:
-        return allowed
-    rest = allowed.copy()
-    rest[masked_ids] = False
-    return rest if rest.any() else allowed
+def _raised(barrier: F32, masked_ids: I64) -> F32:
+    """Return a grammar's barrier with the masked ids behind it too; of a grammar that lets nothing else, its own."""
+    raised = barrier.copy()
+    raised[masked_ids] = -np.inf
+    return raised if np.isfinite(raised).any() else barrier
 
 
 def _on_host(logits: torch.Tensor) -> Floats:

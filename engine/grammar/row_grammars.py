@@ -21,8 +21,10 @@ from engine.plan import RowInit
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
-Allowed = npt.NDArray[np.bool_]
-"""[vocab]"""
+F32 = npt.NDArray[np.float32]
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BARRIERS: F32 = np.where(_BITS == 1, np.float32(0), np.float32(-np.inf)).astype(np.float32)
+"""[256, 8] by a byte of a mask: 0 where a bit is set, else -inf. Adding rows of it takes as long whatever the mask."""
 
 
 @dataclass(slots=True)
@@ -82,15 +84,15 @@ class RowGrammars:
             assert self._compiler is not None
             self._compiler.meter.grammar_mask_wait_s += self._wall_time() - started
 
-    def allowed(self, row: int, position: int) -> Allowed | None:
-        """Return what may stand at `position` of a row; None: anything."""
+    def barrier(self, row: int, position: int) -> F32 | None:
+        """Return what keeps a row from saying at `position` what it may not (`engine.sampling.Barrier`)."""
         found = self._rows.get(row)
         if found is None or position - found.base >= len(found.masks):
             # Without a mask: behind a draft that does not fit, where nothing is ever accepted.
             return None
         assert self._compiler is not None
-        bits = np.unpackbits(found.masks[position - found.base].view(np.uint8), bitorder="little")
-        return bits[: self._compiler.vocab_size].view(np.bool_)
+        mask = found.masks[position - found.base].view(np.uint8)
+        return _BARRIERS[mask].reshape(-1)[: self._compiler.vocab_size]
 
     def take(self, rows: I32, tokens: I32, count: I32) -> None:
         """Take in the tokens that stand: `tokens` [m, w], of which row i has `count[i]`."""

@@ -52,7 +52,7 @@ class StepExecutor:
         self._wall_time = wall_time
         self._kv = kv
         self._grammars = RowGrammars(grammars)
-        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.allowed)
+        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.barrier)
         self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
 
     @torch.inference_mode()

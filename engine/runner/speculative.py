@@ -64,7 +64,7 @@ class SpeculativeExecutor:
         self._kv = kv
         self._wall_time = wall_time
         self._grammars = RowGrammars(grammars)
-        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.allowed)
+        self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.barrier)
         self._acceptance: Acceptance = (
             ChainRule(self._sampler) if config.speculation.acceptance == "chain_rule" else SharedNoise(self._sampler)
         )
