@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 UNUSED, EMPTY = 0, 1
 """Sets of an entry that was never used, and of a page that nobody holds any more (it ends no probe)."""
 SMALLEST = 1024
+SET_BYTES = 150
 FULL = 0.75
 """Share of used entries at which the table is built anew."""
 GROWTH = 1.4
@@ -38,9 +39,9 @@ class PageTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table and of its sets (masks, their numbers and counts)."""
-        sets = sum(64 + mask.bit_length() // 8 for mask in self._numbers) + 100 * len(self._numbers)
-        return self._keys.nbytes + self._sets.nbytes + sets
+        """Bytes of the table, and about those of its sets (each a mask, an entry of a dict and of two lists)."""
+        mask_bytes = 28 + max(self._counts, default=0) // 8
+        return self._keys.nbytes + self._sets.nbytes + (SET_BYTES + mask_bytes) * len(self._numbers)
 
     def get(self, page: int) -> int:
         """Return the bit set of slots that hold `page`."""
