@@ -23,7 +23,7 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BARRIERS: F32 = np.where(_BITS == 1, np.float32(0), np.float32(-np.inf)).astype(np.float32)
+BARRIERS: F32 = np.where(_BITS == 1, np.float32(0), np.float32(-np.inf)).astype(np.float32)
 """[256, 8] by a byte of a mask: 0 where a bit is set, else -inf. Adding rows of it takes as long whatever the mask."""
 
 
@@ -92,7 +92,7 @@ class RowGrammars:
             return None
         assert self._compiler is not None
         mask = found.masks[position - found.base].view(np.uint8)
-        return _BARRIERS[mask].reshape(-1)[: self._compiler.vocab_size]
+        return BARRIERS[mask].reshape(-1)[: self._compiler.vocab_size]
 
     def take(self, rows: I32, tokens: I32, count: I32) -> None:
         """Take in the tokens that stand: `tokens` [m, w], of which row i has `count[i]`."""
