@@ -1,7 +1,7 @@
 """What structured output costs a worker: loading DeepSeek's vocabulary, compiling, masks of a batch, their use, a step.
 
 Masks are measured at every token of valid documents, 64 samples side by side, as an executor makes them (the best of
-seven, so that others on the machine count little; the library keeps none); beside them the time of one argmax over the same logits, which every sample needs anyway. The step is that of a tiny model with 32 rows,
+seven at the same place, so that others on the machine count little: warm figures); beside them the time of one argmax over the same logits, which every sample needs anyway. The step is that of a tiny model with 32 rows,
 free and with a schema: masks are made while the model computes, so only waiting counts.
 Run: `python -m benchmarks.grammar_cpu [--record]`.
 """
@@ -96,7 +96,7 @@ def use_figures() -> dict[str, float]:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal(VOCAB).astype(np.float32)
     masks = np.packbits(rng.random(VOCAB) < 0.5, bitorder="little")
-    applied = best_of(200, lambda: logits + BARRIERS[masks].reshape(-1)[:VOCAB])
+    applied = best_of(200, lambda: logits + BARRIERS.take(masks, axis=0).reshape(-1)[:VOCAB])
     return {"apply_us": applied * 1e6, "argmax_us": best_of(200, lambda: np.argmax(logits)) * 1e6}
 
 

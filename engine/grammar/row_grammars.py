@@ -92,7 +92,7 @@ class RowGrammars:
             return None
         assert self._compiler is not None
         mask = found.masks[position - found.base].view(np.uint8)
-        return BARRIERS[mask].reshape(-1)[: self._compiler.vocab_size]
+        return BARRIERS.take(mask, axis=0).reshape(-1)[: self._compiler.vocab_size]
 
     def take(self, rows: I32, tokens: I32, count: I32) -> None:
         """Take in the tokens that stand: `tokens` [m, w], of which row i has `count[i]`."""
