@@ -101,14 +101,24 @@ _ENCODER = msgspec.msgpack.Encoder(order="sorted")
 _DECODER = msgspec.msgpack.Decoder(KVLayout)
 
 
+class _Head(msgspec.Struct):
+    """The part of an encoded layout that every version has."""
+
+    version: int
+
+
+_HEAD = msgspec.msgpack.Decoder(_Head)
+
+
 def decode_layout(data: bytes) -> KVLayout:
     """Decode a peer's layout; raises `NamespaceMismatch` if it is malformed or of another version."""
     try:
+        # The version first: what another version says need not be readable as this one.
+        if (found := _HEAD.decode(data).version) != LAYOUT_VERSION:
+            raise NamespaceMismatch(f"the peer's KV layout has version {found}, ours is {LAYOUT_VERSION}")
         layout = _DECODER.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise NamespaceMismatch(f"the peer's KV layout cannot be read: {error}") from error
-    if layout.version != LAYOUT_VERSION:
-        raise NamespaceMismatch(f"the peer's KV layout has version {layout.version}, ours is {LAYOUT_VERSION}")
     return layout
 
 

@@ -59,3 +59,9 @@ def test_another_version_is_refused_with_both_numbers():
     foreign = layout(version=LAYOUT_VERSION + 1)
     with pytest.raises(NamespaceMismatch, match=f"version {LAYOUT_VERSION + 1}, ours is {LAYOUT_VERSION}"):
         decode_layout(foreign.encode())
+
+
+def test_a_later_version_is_named_although_it_cannot_be_read():
+    later = msgspec.msgpack.encode({"version": LAYOUT_VERSION + 1, "components": "of a kind we do not know"})
+    with pytest.raises(NamespaceMismatch, match=f"has version {LAYOUT_VERSION + 1}, ours is {LAYOUT_VERSION}"):
+        decode_layout(later)
