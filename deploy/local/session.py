@@ -9,24 +9,16 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, cast
-
-import msgspec
+from typing import TextIO
 
 from core.clock import Clock
 from core.errors import ConfigError
-from deploy.actuators.api import FENCE_CODE, FenceGate, StaleFence
-from deploy.local.control import ControlServer, Progress, Reply
+from deploy.local.commands import Commands, model_name
+from deploy.local.control import ControlServer, Reply
 from deploy.local.launcher import Launcher
-from deploy.local.rollout import Rollout
-from deploy.local.spec import ClusterSpec, Revision, check_spec, with_sets
+from deploy.local.spec import ClusterSpec
 
 LOCK_NAME = "launcher.lock"
-
-
-def model_name(spec: ClusterSpec) -> str:
-    """Return the name that clients use for the model."""
-    return spec.served_name or spec.model
 
 
 def curl_line(address: str, model: str) -> str:
@@ -47,8 +39,6 @@ class Session:
         self._report = report
         self._stop = asyncio.Event()
         self._budget_s = spec.drain_s
-        self._gate = FenceGate()
-        self._rollout: Rollout | None = None
 
     async def run(self) -> int:
         """Start, serve until a signal or `tandem down`, end everything."""
@@ -56,7 +46,7 @@ class Session:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         with claim(self._run_dir):
-            control = ControlServer(self._run_dir, self._handle)
+            control = ControlServer(self._run_dir, Commands(self.launcher, self._on_down).handle)
             await control.start()
             try:
                 starting = asyncio.ensure_future(self.launcher.start())
@@ -82,63 +72,10 @@ class Session:
             self._budget_s = min(self._budget_s, 5.0)
         self._stop.set()
 
-    async def _handle(self, command: Reply, progress: Progress) -> Reply:
-        if self._rollout is not None and command.get("command") in {"scale", "drain", "ensure", "remove", "rollout"}:
-            raise ConfigError("a rollout is running; wait for it, or end it with: tandem rollout --abort")
-        match command.get("command"):
-            case "status":
-                return self.launcher.describe()
-            case "scale":
-                for role, count in cast("dict[str, int]", command["pools"]).items():
-                    await self.launcher.ensure(role, count, progress)
-                return self.launcher.describe()
-            case "drain":
-                await self.launcher.remove(str(command["worker"]), progress)
-                return self.launcher.describe()
-            case "ensure":
-                self._check_fence(command)
-                await self.launcher.order(str(command["role"]), int(cast("int", command["count"])))
-                return {}
-            case "remove":
-                self._check_fence(command)
-                if str(command["worker"]) in self.launcher.ids():
-                    await self.launcher.remove(str(command["worker"]), progress)
-                return {}
-            case "rollout":
-                await self._roll(command, progress)
-                return self.launcher.describe()
-            case "abort":
-                if self._rollout is None:
-                    raise ConfigError("no rollout is running")
-                self._rollout.abort()
-                return {}
-            case "down":
-                self._budget_s = float(cast("float", command.get("budget_s", self._spec.drain_s)))
-                self._stop.set()
-                return {"pid": os.getpid()}
-            case other:
-                raise ConfigError(f"unknown command {other!r}")
-
-    async def _roll(self, command: Reply, progress: Progress) -> None:
-        old = self.launcher.revision
-        spec = with_sets(old.spec, cast("dict[str, list[str]]", command.get("sets", {})))
-        # Clients go on asking for the name that they know, whatever directory it stands for.
-        spec = msgspec.structs.replace(spec, served_name=model_name(old.spec))
-        check_spec(spec)
-        model_dir = Path(str(command.get("model_dir") or old.model_dir))
-        target = Revision(number=old.number + 1, spec=spec, model_dir=model_dir)
-        surge = int(cast("int", command.get("surge", 1)))
-        self._rollout = Rollout(self.launcher, target, surge=surge, report=progress)
-        try:
-            await self._rollout.run()
-        finally:
-            self._rollout = None
-
-    def _check_fence(self, command: Reply) -> None:
-        try:
-            self._gate.check(int(cast("int", command["fence"])))
-        except StaleFence as error:
-            raise ConfigError(FENCE_CODE + error.message) from error
+    def _on_down(self, budget_s: float | None) -> Reply:
+        self._budget_s = self._spec.drain_s if budget_s is None else budget_s
+        self._stop.set()
+        return {"pid": os.getpid()}
 
 
 class claim:  # noqa: N801 - reads as a verb in a with statement
