@@ -23,7 +23,8 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     http_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of /livez, /readyz, /startz, /metrics, /statusz."""
     gateways: tuple[str, ...] = ()
-    """Membership addresses (host:port); sibling gateway processes are found from these."""
+    """Membership addresses: host:port, or dns:name:port for every address behind a name, looked up again and again.
+    Sibling gateway processes are found from these."""
     secret_file: str = ""
     """File with the cluster secret, equal for all processes. Empty: an open cluster."""
     tls: TlsSection = TlsSection()

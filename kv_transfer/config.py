@@ -19,6 +19,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Names in order of preference. ``auto`` stands for shm on the same host, else tcp."""
     host: str = "127.0.0.1"
     """Address that data listeners bind."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of the tcp transport's data listener; 0 lets the system choose. Fixed where a network policy names it."""
     advertise_host: str = ""
     """Address that peers connect to; empty: `host`."""
     segment_directory: str = "/dev/shm"  # noqa: S108 - the system's shared-memory file system, files are 0600

@@ -14,6 +14,7 @@ import msgspec
 from core.aio import OnCrash, Tasks
 from core.clock import Clock
 from core.errors import NoCapacity, TandemError, WorkerLost, from_code
+from core.rpc.addresses import is_name, look_up
 from core.rpc.channel import connect
 from core.rpc.convert.request import load_to_proto
 from core.rpc.convert.worker import events_to_proto, registration_to_proto
@@ -39,6 +40,8 @@ class MembershipTimes(msgspec.Struct, frozen=True, kw_only=True):
     register_s: float = 3.0
     backoff_first_s: float = 0.1
     backoff_max_s: float = 2.0
+    look_up_s: float = 2.0
+    """How often names of gateways are looked up: gateways come and go behind one."""
 
 
 class MembershipClient:
@@ -59,7 +62,8 @@ class MembershipClient:
         self._proof = proof
         self._registration = registration
         self._load = load
-        self._configured = tuple(dict.fromkeys(addresses))
+        self._configured = tuple(dict.fromkeys(a for a in addresses if not is_name(a)))
+        self._names = tuple(dict.fromkeys(filter(is_name, addresses)))
         self._clock = clock
         self._times = times or MembershipTimes()
         self._rng = rng or random.Random()  # noqa: S311 - jitter, no secret
@@ -71,6 +75,8 @@ class MembershipClient:
         """Begin to join every configured gateway process; returns at once."""
         for address in self._configured:
             self._add(address)
+        for name in self._names:
+            self._tasks.spawn(self._follow_name(name), name=f"gateways of {name}")
 
     def publish(self, batch: KvEventBatch) -> None:
         """Push KV events to all registered gateways, in call order.
@@ -127,6 +133,12 @@ class MembershipClient:
         """Drop all streams without a goodbye; idempotent. Call `leave` first for an orderly end."""
         self._is_leaving = True
         await self._tasks.close()
+
+    async def _follow_name(self, name: str) -> None:
+        while not self._is_leaving:
+            for address in await look_up(name):
+                self._add(address)
+            await asyncio.sleep(self._times.look_up_s)
 
     def _add(self, address: str) -> None:
         if self._is_leaving or address in self._links or len(self._links) >= MAX_GATEWAYS:

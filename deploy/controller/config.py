@@ -19,7 +19,7 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What the place needs to find the cluster: local, the launcher's run directory; ray, its address; k8s, the
     namespace."""
     gateways: tuple[str, ...] = ()
-    """Membership addresses of all gateway processes."""
+    """Membership addresses of all gateway processes: host:port, or dns:name:port for every address behind a name."""
     secret_file: str = ""
     tls: TlsSection = TlsSection()
     run_dir: str = ""

@@ -53,10 +53,10 @@ class TcpServer:
         self._guard = guard
         self.token = secrets.token_bytes(TOKEN_BYTES)
         try:
-            self._listener = socket.create_server((config.host, 0), backlog=_ACCEPT_BACKLOG)
+            self._listener = socket.create_server((config.host, config.port), backlog=_ACCEPT_BACKLOG)
         except OSError as error:
             raise ConfigError(
-                f"the KV data listener cannot bind {config.host}: {error.strerror}; set transfer.host"
+                f"the KV data listener cannot bind {config.host}:{config.port}: {error.strerror}; set transfer.host or transfer.port"
             ) from error
         # A listener that is closed under `accept` does not wake it on every kernel.
         self._listener.settimeout(0.2)

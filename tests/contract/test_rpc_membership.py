@@ -5,6 +5,8 @@ import random
 import socket
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from core.clock import ManualClock, SystemClock
 from core.errors import NamespaceMismatch
 from core.ids import Incarnation
@@ -293,3 +295,22 @@ async def test_a_bug_in_the_heartbeat_is_told_and_not_taken_for_a_silent_gateway
 
     async with gateway(service) as address, worker(address, load=broken, on_crash=tell):
         assert isinstance(await crashes.get(), ZeroDivisionError)
+
+
+async def test_a_worker_follows_a_name_to_gateways_that_come_later(monkeypatch):
+    found = []
+
+    async def look_up(_name):
+        return tuple(found)
+
+    monkeypatch.setattr("core.rpc.membership_client.look_up", look_up)
+    first, second = RecordingMembership("1" * 32), RecordingMembership("2" * 32)
+    times = msgspec.structs.replace(TIMES, look_up_s=0.01)
+    async with gateway(first) as one, gateway(second) as two:
+        found.append(one)
+        async with worker("dns:gateways:9500", times=times) as client:
+            await first.until("heartbeat")
+            assert not second.log
+            found.append(two)
+            await second.until("heartbeat")
+            assert set(client.gateways) == {one, two}
