@@ -17,6 +17,7 @@ import msgspec
 from core.clock import SystemClock
 from core.errors import ConfigError, TandemError
 from core.lifecycle import EXIT_PREFLIGHT
+from deploy.cli_places import add_place_commands
 from deploy.cluster_description import read_description
 from deploy.demo import run_demo
 from deploy.doctor import findings, run_doctor
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add("doctor", "check this machine and say what is missing")
     doctor.add_argument("--transfer", action="store_true", help="look at what moving KV needs, instead")
     doctor.set_defaults(run=_doctor)
+    add_place_commands(lambda name, text: commands.add_parser(name, help=text, description=text))
     for name, module in SERVICE_MODULES.items():
         commands.add_parser(name, help=f"run one {name} process (python -m {module} --config FILE --set a.b=c)")
     return parser
