@@ -2,8 +2,8 @@
 
 A session's context is reused turn after turn; when all of them together exceed the caches, least-recently-used
 eviction throws each out before its next turn, and no placement helps. So a new session waits, first come first
-served, while running ones go on. A session is live from its first turn until it has been silent for twice the time
-that 95 of 100 pauses stay below; one that comes back later enters at once. Pure state; `now` is passed in. Only
+served, while running ones go on. A session is live from its first turn until it has been silent for the time that
+95 of 100 pauses stay below; one that comes back later enters at once. Pure state; `now` is passed in. Only
 sessions that name themselves are known.
 """
 
@@ -14,7 +14,6 @@ PAUSE_QUANTILE = 0.95
 PAUSE_STEP = 0.05
 """Relative step of the running quantile."""
 FIRST_PAUSE_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 2.0, 600.0
-SILENCE = 2.0
 REMEMBERED = 10_000
 """Sessions that left and may come back."""
 LEARNING = 0.02
@@ -129,7 +128,7 @@ class WorkingSet:
     def _sweep(self, now: float) -> None:
         """Let go of the silent ones; those that ended a turn longest ago come first."""
         for session, known in list(self._live.items()):
-            if not known.open and now - known.silent_since >= SILENCE * self.pause_s:
+            if not known.open and now - known.silent_since >= self.pause_s:
                 del self._live[session]
                 self._returning -= LEARNING * self._returning * (known.turns == 1)
                 self._left[session] = None

@@ -1,6 +1,6 @@
 import numpy as np
 
-from gateway.routing.working_set import PATIENCE_S, SILENCE, WorkingSet
+from gateway.routing.working_set import PATIENCE_S, WorkingSet
 
 
 def test_sessions_enter_while_their_contexts_fit_and_wait_in_order_after_that():
@@ -11,7 +11,7 @@ def test_sessions_enter_while_their_contexts_fit_and_wait_in_order_after_that():
     assert not known.begin(4, 100, 1000, 0.1)  # it would fit, but it came later
     assert (known.live, known.waiting) == (2, 2)
     known.end(1, 400, 1.0)
-    after = 1.0 + SILENCE * known.pause_s
+    after = 1.0 + known.pause_s
     for now in np.arange(1.0, after, PATIENCE_S / 2):
         assert not known.begin(3, 400, 1000, now)
         assert not known.begin(4, 100, 1000, now)
@@ -36,7 +36,7 @@ def test_a_session_that_was_silent_too_long_comes_back_without_waiting():
     known = WorkingSet(1.0)
     assert known.begin(1, 900, 1000, 0.0)
     known.end(1, 900, 1.0)
-    late = 2.0 + SILENCE * known.pause_s
+    late = 2.0 + known.pause_s
     assert known.begin(2, 900, 1000, late)
     assert known.begin(1, 950, 1000, late + 1)
 
@@ -46,7 +46,7 @@ def test_who_stops_asking_loses_its_place():
     known.begin(1, 900, 1000, 0.0)
     assert not known.begin(2, 900, 1000, 0.0)
     known.end(1, 900, 0.0)
-    later = SILENCE * known.pause_s
+    later = known.pause_s
     assert later > PATIENCE_S
     assert known.begin(3, 900, 1000, later)
 
