@@ -21,18 +21,7 @@ class LocalActuator:
         self._remove_timeout_s = remove_timeout_s
 
     async def list(self) -> tuple[Instance, ...]:
-        status = await self._ask({"command": "status"})
-        found = [
-            Instance(
-                id=str(process["id"]),
-                role=str(process["role"]),
-                state=STATES.get(str(process["state"]), str(process["state"])),
-                reason=str(process["reason"]),
-            )
-            for process in cast("list[Reply]", status["processes"])
-            if process["role"] in {"prefill", "decode"}
-        ]
-        return tuple(sorted(found, key=lambda instance: instance.id))
+        return instances_of(await self._ask({"command": "status"}))
 
     async def ensure(self, role: str, count: int, *, fence: int) -> None:
         await self._ask({"command": "ensure", "role": role, "count": count, "fence": fence})
@@ -52,3 +41,19 @@ class LocalActuator:
             raise
         except TimeoutError as error:
             raise ConfigError(f"the launcher in {self._run_dir} did not answer within {timeout_s:g} s") from error
+
+
+def instances_of(status: Reply) -> tuple[Instance, ...]:
+    """Return the workers in a cluster's answer to `status`, sorted by id."""
+    found = [
+        Instance(
+            id=str(process["id"]),
+            role=str(process["role"]),
+            state=STATES.get(str(process["state"]), str(process["state"])),
+            reason=str(process["reason"]),
+            domain=str(process.get("domain", "")),
+        )
+        for process in cast("list[Reply]", status["processes"])
+        if process["role"] in {"prefill", "decode"}
+    ]
+    return tuple(sorted(found, key=lambda instance: instance.id))

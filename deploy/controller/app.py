@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from core.clock import SystemClock
@@ -16,6 +16,7 @@ from core.process import Departure, ReadyFile
 from core.rpc.admin import AdminClient
 from core.rpc.proof import Proof
 from core.tls import check_tls
+from deploy.actuators.api import Actuator
 from deploy.actuators.factory import actuator_for
 from deploy.controller.config import ControllerConfig
 from deploy.controller.journal import Journal
@@ -28,22 +29,29 @@ from deploy.controller.poll import GatewayPoll
 async def serve(config: ControllerConfig, departure: Departure) -> None:
     """Run until told to leave, or until another controller takes over."""
     section = config.controller
-    if not section.gateways:
-        raise ConfigError("controller.gateways is empty; name the membership address of every gateway process")
-    clock, metrics = SystemClock(), Metrics()
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         fence = 0
         if not section.advisory:
             lock = FileLock(Path(section.run_dir or "."))
             fence = lock.acquire()
             stack.callback(lock.release)
+        await control(config, departure, actuator_for(section.place, section.target), fence)
+
+
+async def control(config: ControllerConfig, departure: Departure, actuator: Actuator, fence: int) -> None:
+    """As `serve`, by a controller that holds its lock already."""
+    section = config.controller
+    if not section.gateways:
+        raise ConfigError("controller.gateways is empty; name the membership address of every gateway process")
+    clock, metrics = SystemClock(), Metrics()
+    async with AsyncExitStack() as stack:
         proof = Proof(
             read_secret(section.secret_file) if section.secret_file else b"",
             Incarnation(secrets.token_hex(16)),
             check_tls(section.tls),
         )
         controller = Controller(
-            actuator=actuator_for(section.place, section.target),
+            actuator=actuator,
             source=GatewayPoll(AdminClient(proof), section.gateways, clock),
             rules=config.autoscale,
             clock=clock,
