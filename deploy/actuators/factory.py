@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from core.clock import SystemClock
 from core.errors import ConfigError
 from deploy.actuators.api import Actuator
+from deploy.actuators.kubernetes import KubernetesActuator
+from deploy.actuators.kubernetes_api import HttpKubernetesApi
 from deploy.actuators.local import LocalActuator
 
 REMOVE_TIMEOUT_S = 3600.0
@@ -15,5 +18,8 @@ def actuator_for(place: str, target: str) -> Actuator:
     match place:
         case "local":
             return LocalActuator(Path(target), remove_timeout_s=REMOVE_TIMEOUT_S)
+        case "k8s":
+            api = HttpKubernetesApi(target)
+            return KubernetesActuator(api, SystemClock(), namespace=target, remove_timeout_s=REMOVE_TIMEOUT_S)
         case _:
             raise ConfigError(f"there is no place {place!r}; use local, ray or k8s")

@@ -6,12 +6,16 @@ import sys
 from core import log
 from core.config import dump
 from core.process import run_process
-from deploy.controller.app import serve
+from deploy.controller import app, kubernetes
 from deploy.controller.config import ControllerConfig
 
 _LOG = logging.getLogger(__name__)
 LEAVE_S = 5.0
 """Nothing waits for a controller: workers that leave go on leaving."""
+
+
+_SERVE = {"k8s": kubernetes.serve}
+"""Places whose lock is not a file."""
 
 
 def configure(config: ControllerConfig) -> None:
@@ -28,7 +32,7 @@ def main() -> int:
         prog="controller",
         configure=configure,
         budget_s=lambda _: LEAVE_S,
-        serve=serve,
+        serve=lambda config, departure: _SERVE.get(config.controller.place, app.serve)(config, departure),
     )
 
 

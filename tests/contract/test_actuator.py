@@ -2,12 +2,29 @@
 
 import pytest
 
+from core.clock import SystemClock
 from core.errors import ConfigError
 from deploy.actuators.api import StaleFence
 from deploy.actuators.fake import FakeActuator
+from deploy.actuators.kubernetes import KubernetesActuator
 from deploy.cluster_description import ClusterDescription
+from tests.fakes.kubernetes import FakeKubernetesApi
 
-MAKERS = {"fake": lambda: FakeActuator(ClusterDescription())}
+
+def kubernetes():
+    """The API server knows the newest fence from the lease, not from orders: so the test's first order raises it."""
+    api = FakeKubernetesApi()
+
+    class Fenced(KubernetesActuator):
+        async def ensure(self, role, count, *, fence):
+            spec = api.lease["spec"]
+            spec["leaseTransitions"] = max(fence, spec.get("leaseTransitions", 0))
+            await super().ensure(role, count, fence=fence)
+
+    return Fenced(api, SystemClock(), namespace="tandem", remove_timeout_s=5.0, drain=api.drain, poll_s=0.001)
+
+
+MAKERS = {"fake": lambda: FakeActuator(ClusterDescription()), "kubernetes": kubernetes}
 
 
 @pytest.fixture(params=sorted(MAKERS))

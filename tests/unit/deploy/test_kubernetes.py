@@ -1,0 +1,209 @@
+"""Sizing on Kubernetes: who leaves is who drained, orders of a replaced controller are refused, writers do not overwrite."""
+
+import asyncio
+import ssl
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from core.clock import ManualClock, SystemClock
+from core.errors import ConfigError
+from deploy.actuators.api import StaleFence
+from deploy.actuators.kubernetes import KubernetesActuator, instance_of
+from deploy.actuators.kubernetes_api import Conflict, HttpKubernetesApi
+from deploy.controller.lease import DURATION_S, LeaseLock
+from tests.fakes.certificates import Authority
+from tests.fakes.kubernetes import FakeKubernetesApi
+
+
+def an_actuator(api, **changes):
+    settings = {"namespace": "tandem", "remove_timeout_s": 5.0, "drain": api.drain, "poll_s": 0.001}
+    return KubernetesActuator(api, SystemClock(), **{**settings, **changes})
+
+
+@pytest.mark.parametrize("honours_cost", [True, False])
+async def test_the_pod_that_drained_is_the_one_that_goes(honours_cost):
+    api = FakeKubernetesApi()
+    api.honours_cost = honours_cost  # Kubernetes 1.20 does not know it
+    actuator = an_actuator(api)
+    await actuator.ensure("decode", 4, fence=1)
+    for victim in ("decode-1", "decode-3", "decode-2"):
+        await actuator.remove(victim, fence=1)
+    assert api.deleted == ["decode-1", "decode-3", "decode-2"]
+    assert api.counts["decode"] == 1
+
+
+async def test_without_a_drain_another_pod_would_go():
+    """Negative control: the count alone lets Kubernetes choose."""
+    api = FakeKubernetesApi()
+    await an_actuator(api).ensure("decode", 3, fence=1)
+    api.resize("decode", 2)
+    assert api.deleted == ["decode-3"]
+
+
+async def test_a_pod_that_stays_ready_is_not_removed(monkeypatch):
+    api = FakeKubernetesApi()
+    actuator = an_actuator(api, drain=lambda *_: None)
+    await actuator.ensure("decode", 2, fence=1)
+    monkeypatch.setattr("deploy.actuators.kubernetes.NOT_READY_S", 0.0)
+    with pytest.raises(ConfigError, match="stays ready"):
+        await actuator.remove("decode-1", fence=1)
+    assert api.counts["decode"] == 2
+
+
+async def test_a_second_writer_is_not_overwritten():
+    api = FakeKubernetesApi()
+    actuator = an_actuator(api)
+    await actuator.ensure("decode", 2, fence=1)
+    api.before_put = lambda: api.resize("decode", 5)
+    await actuator.ensure("decode", 3, fence=1)
+    assert api.counts["decode"] == 5
+
+
+def a_pod(**status):
+    return {
+        "metadata": {"name": "p", "labels": {"tandem/role": "decode"}},
+        "spec": {"containers": [{}]},
+        "status": status,
+    }
+
+
+READY = [{"type": "Ready", "status": "True"}]
+CRASHED = [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]
+FULL = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
+
+
+@pytest.mark.parametrize(
+    ("pod", "state", "reason"),
+    [
+        (a_pod(phase="Running", conditions=READY), "ready", ""),
+        (a_pod(phase="Pending", conditions=FULL), "starting", "0/3 nodes are available"),
+        (a_pod(phase="Running", containerStatuses=CRASHED), "backoff", "CrashLoopBackOff"),
+        (a_pod(phase="Failed"), "gone", ""),
+        (
+            {**a_pod(phase="Running", conditions=READY), "metadata": {"name": "p", "deletionTimestamp": "x"}},
+            "draining",
+            "",
+        ),
+    ],
+)
+def test_a_pod_is_told_as_every_place_tells_it(pod, state, reason):
+    found = instance_of(pod)
+    assert (found.state, found.reason) == (state, reason)
+
+
+async def test_one_controller_leads_and_its_successor_has_a_larger_fence():
+    api, clock = FakeKubernetesApi(), ManualClock()
+    first, second = LeaseLock(api, clock, "one"), LeaseLock(api, clock, "two")
+    assert await first.acquire(0) == 1
+    waiting = asyncio.create_task(second.acquire(0))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    clock.advance(DURATION_S + 1)  # the first is silent for the whole duration
+    assert await waiting == 2
+    actuator = an_actuator(api)
+    with pytest.raises(StaleFence):
+        await actuator.ensure("decode", 1, fence=first.fence)
+    with pytest.raises(StaleFence):
+        await first.renew(0)
+    await second.release()
+    assert await first.acquire(0) == 3
+
+
+async def test_a_lease_that_is_renewed_is_not_taken():
+    api, clock = FakeKubernetesApi(), ManualClock()
+    stamps = iter(range(10_000))
+    first = LeaseLock(api, clock, "one", now=lambda: FakeStamp(next(stamps)))
+    await first.acquire(0)
+    renewing = asyncio.create_task(first.renew(0.001))
+    waiting = asyncio.create_task(LeaseLock(api, clock, "two").acquire(0))
+    for _ in range(10):
+        before = api.lease["spec"]["renewTime"]
+        while api.lease["spec"]["renewTime"] == before:  # noqa: ASYNC110 - the condition is on another's state
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        clock.advance(DURATION_S / 2)
+    assert not waiting.done()
+    for task in (renewing, waiting):
+        task.cancel()
+
+
+class FakeStamp:
+    def __init__(self, number):
+        self.number = number
+
+    def strftime(self, _):
+        return str(self.number)
+
+
+class Server(BaseHTTPRequestHandler):
+    answers: list
+    seen: list
+
+    def do_GET(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        self.seen.append((self.command, self.path, self.headers["Authorization"], self.rfile.read(length)))
+        status, text = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_PUT = do_PATCH = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def api_server(tmp_path):
+    """A TLS server that answers from a list, and a client with a service account's files."""
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("server", "kubernetes.default.svc")
+    (tmp_path / "ca.crt").write_text((tmp_path / "authority.pem").read_text())
+    (tmp_path / "token").write_text("first\n")
+    handler = type("Handler", (Server,), {"answers": [], "seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    client = HttpKubernetesApi("tandem", server=f"https://127.0.0.1:{server.server_address[1]}", account=tmp_path)
+    yield handler, client, tmp_path
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_requests_carry_the_token_of_now(api_server):
+    handler, client, account = api_server
+    handler.answers += [(200, b"{}"), (200, b"{}")]
+    client.get("api/v1:pods", {"labelSelector": "tandem/role in (decode)"})
+    (account / "token").write_text("second\n")
+    client.put("apis/apps/v1:deployments/decode/scale", {"spec": {"replicas": 2}})
+    assert handler.seen[0][:3] == (
+        "GET",
+        "/api/v1/namespaces/tandem/pods?labelSelector=tandem%2Frole+in+%28decode%29",
+        "Bearer first",
+    )
+    assert handler.seen[1] == (
+        "PUT",
+        "/apis/apps/v1/namespaces/tandem/deployments/decode/scale",
+        "Bearer second",
+        b'{"spec": {"replicas": 2}}',
+    )
+
+
+def test_what_kubernetes_refuses_is_said_plainly(api_server):
+    handler, client, account = api_server
+    handler.answers += [(409, b"{}"), (403, b'{"message": "cannot patch pods"}'), (200, b"<html>")]
+    with pytest.raises(Conflict, match="second autoscaler"):
+        client.put("apis/apps/v1:deployments/decode/scale", {})
+    with pytest.raises(ConfigError, match="cannot patch pods"):
+        client.patch("api/v1:pods/decode-1", {})
+    assert client.get("api/v1:pods") == {"message": "<html>"}
+    (account / "token").unlink()
+    with pytest.raises(ConfigError, match="does not answer GET pods"):
+        client.get("api/v1:pods")
