@@ -61,11 +61,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--watch", type=float, default=3.0)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--select", default="", help="only these tests, as for pytest -k")
     parser.add_argument("--record", default="")
     options = parser.parse_args()
     verdicts, start = Verdicts(options.rounds), time.monotonic()
     arguments = ["-q", "-p", "tests.fakes.fence_campaign", "-n", str(options.processes), SUITE]
     arguments += [f"--fence-rounds={options.rounds}", f"--fence-watch={options.watch}"]
+    arguments += ["-k", options.select] if options.select else []
     code = pytest.main(arguments, plugins=[verdicts])
     if options.record:
         result = {
