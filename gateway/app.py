@@ -31,7 +31,7 @@ from gateway.admin import KIND, GatewayAdmin
 from gateway.admission import Admission
 from gateway.attempt import RetryBudget
 from gateway.cluster import Cluster
-from gateway.config import GatewayConfig, GatewayDrain
+from gateway.config import GatewayConfig, GatewayDrain, HttpSection
 from gateway.directory import Directory
 from gateway.http.asgi import build_asgi
 from gateway.http.front import Front
@@ -58,6 +58,7 @@ from gateway.worker_gauges import WorkerGauges
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
+HOLD_POLL_S = 0.1
 HTTP_GRACE_S = 5.0
 """For answers whose tokens have all come, once the last sample has ended."""
 HTTP_CUT_S = 0.1
@@ -229,10 +230,26 @@ async def _open_http(
     )
     section = config.http
     http = HttpServer(
-        front, section.host, section.port, guard=section.guard, tls=section.tls, reuse_port=section.reuse_port
+        front,
+        section.host,
+        section.port,
+        guard=section.guard,
+        tls=section.tls,
+        reuse_port=section.reuse_port,
+        listener_fd=section.listener_fd,
+        hold=lambda: _workers_there(section, admin, clock),
     )
     await http.start()
     return http
+
+
+async def _workers_there(section: HttpSection, admin: GatewayAdmin, clock: Clock) -> None:
+    end = clock.now() + section.hold_s
+    while clock.now() < end:
+        roles = {worker["role"] for worker in admin.status().get("workers", ()) if worker["routable"]}
+        if roles.issuperset(section.hold_for):
+            return
+        await asyncio.sleep(HOLD_POLL_S)
 
 
 def _open_listener(
@@ -272,10 +289,10 @@ async def _leave(
         return
     lifecycle.move(State.DRAINING)
     if rules.hand_over:
-        await http.hand_over()
+        http.hand_over()
     await departure.bound(asyncio.sleep(rules.accept_s))
     if rules.hand_over:
-        http.close_idle()
+        await departure.bound(http.close_idle())
     admission.drain()
     finished = await departure.bound(admission.idle())
     if not finished:

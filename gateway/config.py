@@ -29,6 +29,14 @@ class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Port = 8000
     reuse_port: bool = False
     """Share the port with other processes of this host; `processes` sets it."""
+    listener_fd: int = -1
+    """Descriptor of a listening socket that the parent process opened, instead of `host` and `port`; whoever holds it
+    shares its queue, so one process can follow another and no connection is lost. -1: none."""
+    hold_for: tuple[str, ...] = ()
+    """Roles of which a worker must be ready before the first connection is taken; until then they wait in the queue. So a
+    gateway that follows another refuses nothing that the other could serve."""
+    hold_s: Annotated[float, Meta(ge=0)] = 30.0
+    """How long they wait at most."""
     guard: GuardRules = GuardRules()
     tls: HttpTls = HttpTls()
 
@@ -82,7 +90,7 @@ class GatewayDrain(DrainSection, frozen=True, kw_only=True, forbid_unknown_field
     accept_s: Annotated[float, Meta(ge=0)] = 0.0
     """How long new requests are still taken after /readyz has turned: as long as load balancers need to notice."""
     hand_over: bool = False
-    """Stop listening at once, because another process shares the port (`http.reuse_port`) and takes what comes."""
+    """Stop listening at once, because another process shares the socket (`http.listener_fd`) and takes what comes."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

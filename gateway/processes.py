@@ -23,7 +23,7 @@ from core.lifecycle import EXIT_DRAINED, EXIT_PREFLIGHT
 from core.process import Departure, ReadyFile
 from gateway.admin import KIND
 from gateway.config import GatewayConfig
-from gateway.http.server import bind
+from gateway.http.server import bind, inherited
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class ProcessGroup:
     async def run(self) -> None:
         """Serve until the departure, then wait until every process has drained. Raises `ConfigError` at preflight."""
         config = self._config
-        # Bound, not listening: it takes no connections, but keeps the port ours between restarts.
-        with bind(config.http.host, config.http.port, reuse_port=True) as reserved:
+        with self._reserve() as reserved:
             http_port = reserved.getsockname()[1]
             ports = _membership_ports(config)
             with tempfile.TemporaryDirectory(prefix="tandem-gateway-") as run_dir:
@@ -62,6 +61,13 @@ class ProcessGroup:
                 finally:
                     self._tell(signal.SIGTERM)
                     await self._end(keepers)
+
+    def _reserve(self) -> socket.socket:
+        http = self._config.http
+        if http.listener_fd >= 0:
+            return inherited(http.listener_fd)
+        # Bound, not listening: it takes no connections, but keeps the port ours between restarts.
+        return bind(http.host, http.port, reuse_port=True)
 
     async def _serve(self, keepers: list[asyncio.Task[None]], run_dir: Path, http_address: str) -> None:
         ready = asyncio.create_task(self._all_ready(run_dir))
@@ -107,8 +113,11 @@ class ProcessGroup:
         pause_s = FIRST_PAUSE_S
         while not self._departure.has_begun:
             words = [word for setting in settings for word in ("--set", setting)]
+            descriptor = self._config.http.listener_fd
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", _TIED, str(os.getpid()), "gateway", *self._argv, *words, env=native_environment()
+                *(sys.executable, "-m", _TIED, str(os.getpid()), "gateway", *self._argv, *words),
+                env=native_environment(),
+                pass_fds=(descriptor,) if descriptor >= 0 else (),
             )
             self._running[number] = process
             if self._departure.has_begun:
@@ -154,7 +163,7 @@ class ProcessGroup:
             f"id={self._name(number)}",
             f"run_dir={run_dir}",
             f"http.port={http_port}",
-            "http.reuse_port=true",
+            f"http.reuse_port={'false' if config.http.listener_fd >= 0 else 'true'}",
             f"membership.port={ports[number]}",
             f"membership.siblings={json.dumps(siblings)}",
             f"listener.port={config.listener.port + number if config.listener.port else 0}",

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from core.clock import Clock
-from core.config import native_environment, to_toml
+from core.config import to_toml
 from core.errors import ConfigError, DeadlineExceeded
-from core.process import check_port
 from deploy.local.probe import answers_ok
 from deploy.local.restart import after_exit
 from deploy.local.slot import Slot, SlotState, first_sentence
@@ -30,9 +29,11 @@ from deploy.local.spec import (
     worker_config,
 )
 from deploy.sweep import SHARED_MEMORY
+from gateway.http.server import bind
 from kv_transfer.memory import sweep_stale_segments
 
 READY_POLL_S = 0.05
+BACKLOG = 2048
 START_TIMEOUT_S = 180.0
 GATEWAY_IDS = ("gateway-1", "gateway-2")
 """One serves; the other replaces it in a rollout, on the same HTTP port and the other of two membership ports."""
@@ -54,6 +55,8 @@ class Launcher:
         self._watchers: set[asyncio.Task[None]] = set()
         self._want = {"prefill": spec.prefill, "decode": spec.decode}
         self._http_port = spec.port
+        self._listener: socket.socket | None = None
+        """Where clients connect: all gateways inherit it, so that none of them owns the queue of connections."""
         self._membership: dict[str, str] = {}
         self._closing = False
 
@@ -134,11 +137,7 @@ class Launcher:
 
     async def start(self) -> None:
         """Start the gateway, then all workers at once; wait until every one is ready."""
-        check_port(self.revision.spec.host, self.revision.spec.port)
-        secret = self._run_dir / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(32))
-        self._membership = dict(zip(GATEWAY_IDS, free_addresses(self.revision.spec.host), strict=True))
+        self._membership = dict(zip(GATEWAY_IDS, self._prepare(), strict=True))
         gateway = await self.start_gateway(self.revision)
         await self.wait_ready(gateway, self._report)
         slots = [await self.start_worker(role, self.revision) for role, n in self._want.items() for _ in range(n)]
@@ -147,9 +146,22 @@ class Launcher:
         if self.revision.spec.autoscale:
             await self.wait_ready(await self.start_controller(self.revision), self._report)
 
+    def _prepare(self) -> list[str]:
+        """Check and write what processes need before the first starts; return the gateways' membership addresses."""
+        self._listener = bind(self.revision.spec.host, self.revision.spec.port, reuse_port=False)
+        self._listener.listen(BACKLOG)
+        self._http_port = self._listener.getsockname()[1]
+        secret = self._run_dir / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        return free_addresses(self.revision.spec.host)
+
     async def down(self, budget_s: float) -> None:
         """End everything: workers drain beside the gateway's open streams, then the gateway leaves."""
         self._closing = True
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         controller = [s for s in self._slots.values() if s.role == "controller"]
         gateway = [s for s in self._slots.values() if s.role == "gateway"]
         workers = [s for s in self._slots.values() if s.role in self._want]
@@ -180,17 +192,28 @@ class Launcher:
         return await self._start(CONTROLLER_ID, "controller", revision)
 
     async def _start(self, slot_id: str, role: str, revision: Revision) -> Slot:
-        slot = Slot(slot_id=slot_id, role=role, revision=revision, run_dir=self._run_dir, clock=self._clock)
-        self._slots[slot_id] = slot
+        slot = self._slots[slot_id] = self._make_slot(slot_id, role, revision)
         await self._launch(slot)
         return slot
+
+    def _make_slot(self, slot_id: str, role: str, revision: Revision) -> Slot:
+        slot = Slot(slot_id=slot_id, role=role, revision=revision, run_dir=self._run_dir, clock=self._clock)
+        if role == "gateway" and self._listener is not None:
+            slot.inherits = (self._listener.fileno(),)
+        return slot
+
+    def _threads(self, _role: str) -> int:
+        return threads_per_worker(os.cpu_count() or 1, sum(self._want.values()))
 
     async def _launch(self, slot: Slot) -> None:
         if self._closing:
             raise ConfigError("the cluster is ending; nothing is started any more")
-        threads = threads_per_worker(os.cpu_count() or 1, sum(self._want.values()))
+        threads = self._threads(slot.role)
         config = self._config_of(slot, threads)
-        await slot.start(to_toml(config), overrides(slot.revision.spec, slot.role), native_environment(threads=threads))
+        await slot.start(to_toml(config), overrides(slot.revision.spec, slot.role), threads)
+        self._follow(slot)
+
+    def _follow(self, slot: Slot) -> None:
         watcher = asyncio.create_task(self._watch(slot))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -204,6 +227,7 @@ class Launcher:
                 run_dir=self._run_dir,
                 model_dir=model_dir,
                 http_port=self._http_port,
+                listener_fd=self._listener.fileno() if self._listener is not None else -1,
                 membership_port=int(self._membership[slot.id].rsplit(":", 1)[1]),
                 sibling=next(address for other, address in self._membership.items() if other != slot.id),
             )

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from core.clock import Clock
+from core.config import native_environment
 from deploy.local.restart import History
 from deploy.local.spec import SERVICE_MODULES, Revision
 
@@ -30,6 +31,28 @@ class SlotState(enum.StrEnum):
     GONE = "gone"
 
 
+class Process(Protocol):
+    """A child process: asyncio's own, or one on another host."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid on its host; 0 while it is not known."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, None while it runs."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+        ...
+
+    def send_signal(self, signal: int, /) -> None:
+        """Signal it; no error if it has ended."""
+        ...
+
+
 class Slot:
     """A named place for a process. Used by the launcher's event loop only."""
 
@@ -41,9 +64,11 @@ class Slot:
         self.history = History()
         self.asked = False
         self.started_at = 0.0
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Process | None = None
         self.facts: dict[str, object] = {}
         self.reason = ""
+        self.inherits: tuple[int, ...] = ()
+        """Descriptors that the process gets."""
         self._clock = clock
         self._config_path = run_dir / f"{slot_id}.toml"
         self._ready_path = run_dir / f"{slot_id}.json"
@@ -54,8 +79,8 @@ class Slot:
         """Pid of the running process."""
         return self.process.pid if self.process is not None and self.process.returncode is None else None
 
-    async def start(self, config_toml: str, sets: list[str], environment: dict[str, str]) -> None:
-        """Write the configuration and start the process, tied to this one."""
+    async def start(self, config_toml: str, sets: list[str], threads: int) -> None:
+        """Write the configuration and start the process with so many compute threads, tied to this one."""
         self._ready_path.unlink(missing_ok=True)
         self._config_path.write_text(config_toml)
         arguments = [str(os.getpid()), SERVICE_MODULES[self.role], "--config", str(self._config_path)]
@@ -70,8 +95,9 @@ class Slot:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=native_environment(threads=threads),
                 start_new_session=True,
+                pass_fds=self.inherits,
             )
         self.started_at = self._clock.now()
         self.state = SlotState.STARTING

@@ -128,20 +128,27 @@ def gateway_config(
     run_dir: Path,
     model_dir: Path,
     http_port: int,
+    listener_fd: int,
     membership_port: int,
     sibling: str,
 ) -> dict[str, object]:
     """Return the configuration of a gateway as nested plain data (TOML).
 
-    Ready for a rollout: `sibling` is the membership address of the gateway that will replace this one on its HTTP port,
-    and workers of two revisions may be here (never paired). The launcher itself checks that one revision is one.
+    Ready for a rollout: `sibling` is the membership address of the gateway that will replace this one on the same
+    socket, and workers of two revisions may be here (never paired). The launcher checks that one revision is one.
     """
     return {
         "id": gateway_id,
         "run_dir": str(run_dir),
         "secret_file": str(run_dir / "secret"),
         "log_level": spec.log_level,
-        "http": {"host": spec.host, "port": http_port, "reuse_port": True},
+        "http": {
+            "host": spec.host,
+            "port": http_port,
+            "listener_fd": listener_fd,
+            "reuse_port": listener_fd < 0,
+            "hold_for": ["prefill", "decode"] if spec.prefill and spec.prefill_mode == "remote" else ["decode"],
+        },
         "membership": {
             "host": spec.host,
             "port": membership_port,

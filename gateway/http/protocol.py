@@ -4,6 +4,8 @@ Bodies are bounded by `gateway.http.client.read_body`, answers that nobody reads
 """
 
 import asyncio
+import fcntl
+import termios
 from typing import Annotated, cast
 
 import msgspec
@@ -91,6 +93,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         offer_direct(self.scope, self.cycle)
 
+    @property
+    def has_asked(self) -> bool:
+        """True once a request's headers have come."""
+        return cast("RequestResponseCycle | None", self.cycle) is not None
+
+    def leave(self) -> None:
+        """End this connection with its present answer, or now if it waits for another request and none is coming in."""
+        if self.has_asked and not _unread(self.transport):
+            self.shutdown()
+
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
             super().send_400_response(msg)
@@ -118,6 +130,12 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"HTTP/1.1 {status} {reason}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode())
         self.transport.close()
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """True if bytes have come that were not read yet: closing now would reset the connection under them."""
+    count = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+    return any(count)
 
 
 def _is_chunked(headers: list[tuple[bytes, bytes]]) -> bool:

@@ -19,6 +19,7 @@ from gateway.http.protocol import GuardedProtocol, GuardRules, guarded
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_LEAVE_POLL_S = 0.05
 
 
 class HttpTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,14 +56,21 @@ class HttpServer:
         guard: GuardRules | None = None,
         tls: HttpTls | None = None,
         reuse_port: bool = False,
+        listener_fd: int = -1,
+        hold: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`port` 0 lets the system choose; `reuse_port`: processes share the port, the system spreads connections."""
+        """`port` 0 lets the system choose; `reuse_port`: processes share the port, the system spreads connections.
+
+        `listener_fd`: an inherited listening socket to serve on instead. The first connection is taken after `hold`.
+        """
         self._api = api
         self._host = host
         self._port = port
         self._guard = guard or GuardRules()
         self._tls = tls or HttpTls()
         self._reuse_port = reuse_port
+        self._listener_fd = listener_fd
+        self._hold = hold
         self._context: ssl.SSLContext | None = None
         self._stamp = 0
         self._protocol: type[GuardedProtocol] = guarded(self._guard)
@@ -77,12 +85,7 @@ class HttpServer:
     async def start(self) -> None:
         """Bind and serve; `ConfigError` if the address cannot be bound or a certificate not be read."""
         self._context = _open_context(self._tls)
-        listener = bind(self._host, self._port, reuse_port=self._reuse_port)
-        try:
-            listener.listen(_BACKLOG)  # two sockets may be bound to one port where none of them listens
-        except OSError as error:
-            listener.close()
-            raise _taken(self._host, self._port, error) from error
+        listener = self._listen()
         self._port = listener.getsockname()[1]
         context = self._context
         config = uvicorn.Config(
@@ -100,7 +103,13 @@ class HttpServer:
             ssl_context_factory=None if context is None else lambda _config, _default: context,
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._task = asyncio.create_task(self._serve(self._server, listener))
+
+    async def _serve(self, server: _Server, listener: socket.socket) -> None:
+        with listener:
+            if self._hold is not None:
+                await self._hold()
+            await server.serve(sockets=[listener])
 
     def follow_certificate(self) -> None:
         """If the certificate's files changed, use them for connections to come; wrong ones leave the old in use."""
@@ -114,23 +123,38 @@ class HttpServer:
         except OSError as error:
             logger.warning("the old HTTP certificate stays in use: %s", error)
 
-    async def hand_over(self) -> None:
-        """Take no new connection, and end each one with its next answer: other processes share the port.
+    def _listen(self) -> socket.socket:
+        if self._listener_fd >= 0:
+            return inherited(self._listener_fd)
+        listener = bind(self._host, self._port, reuse_port=self._reuse_port)
+        try:
+            listener.listen(_BACKLOG)  # two sockets may be bound to one port where none of them listens
+        except OSError as error:
+            listener.close()
+            raise _taken(self._host, self._port, error) from error
+        return listener
 
-        The system resets what it has queued here and nobody took, so that is taken first.
+    def hand_over(self) -> None:
+        """Take no new connection, and end each one with its next answer: other processes share the socket."""
+        if self._server is not None:
+            self._protocol.is_leaving = True
+            for server in self._server.servers if self._server.started else ():
+                server.close()
+
+    async def close_idle(self) -> None:
+        """Close connections whose answers have been given; the others close after theirs.
+
+        One that was just opened asks first: its client knows no other. It has the guard's time for that.
         """
         if self._server is None:
             return
-        self._protocol.is_leaving = True
-        await asyncio.sleep(0)
-        for server in self._server.servers:
-            server.close()
-
-    def close_idle(self) -> None:
-        """Close connections without a request; the others close after their answer."""
-        if self._server is not None:
-            for connection in list(self._server.server_state.connections):
-                connection.shutdown()
+        connections = cast("set[GuardedProtocol]", self._server.server_state.connections)
+        while connections:
+            for connection in list(connections):
+                connection.leave()
+            if all(connection.has_asked for connection in connections):
+                return
+            await asyncio.sleep(_LEAVE_POLL_S)
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let open answers end, cancel those still open after `grace_s`, and wait until all is closed."""
@@ -138,7 +162,9 @@ class HttpServer:
             return
         self._server.config.timeout_graceful_shutdown = cast("int", grace_s)  # passed on to `wait_for`, a float works
         self._server.should_exit = True
-        await self._task
+        if not self._server.started:
+            self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=not self._server.started)
 
 
 def _open_context(tls: HttpTls) -> ssl.SSLContext | None:
@@ -155,6 +181,16 @@ def _open_context(tls: HttpTls) -> ssl.SSLContext | None:
     except OSError as error:
         raise ConfigError(f"http.tls: cannot use certificate, key or authority: {error}", param="http.tls") from error
     return context
+
+
+def inherited(descriptor: int) -> socket.socket:
+    """Return the listening socket of a descriptor that this process was given; `ConfigError` if it is none."""
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise ConfigError(f"`http.listener_fd` {descriptor} is no open socket: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
 
 
 def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:

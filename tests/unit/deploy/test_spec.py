@@ -53,18 +53,19 @@ def test_only_decode_workers_get_a_prefill_section():
     assert decode["transfer"] == {"transports": ["tcp"]}
 
 
-def test_a_gateway_shares_its_port_and_knows_the_place_of_its_successor():
+def test_a_gateway_shares_its_socket_and_knows_the_place_of_its_successor():
     config = gateway_config(
         ClusterSpec(),
         gateway_id="g",
         run_dir=Path("r"),
         model_dir=Path("m"),
         http_port=1,
+        listener_fd=7,
         membership_port=2,
         sibling="h:3",
     )
     assert (config["http"]["port"], config["membership"]["port"]) == (1, 2)
-    assert config["http"]["reuse_port"]
+    assert config["http"]["listener_fd"] == 7
     assert config["membership"]["siblings"] == ["h:3"]
 
 
