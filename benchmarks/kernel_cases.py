@@ -16,7 +16,7 @@ from benchmarks.kernel_case import (
     size_of,
     turns,
 )
-from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds
+from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
 from engine.kernels.reference.sort_routes import sort_routes
 
 EPS = 1e-20
@@ -104,6 +104,7 @@ def _stream_coefficients(g: torch.Generator, size: Size) -> Inputs:
     moved = size_of(x, fn) + t * 24 * 4
     return Inputs((x, fn, scale, base, EPS, 1e-6), least_bytes=moved, flops=2.0 * t * 4 * d * 24)
 
+
 def _index_scores(g: torch.Generator, size: Size) -> Inputs:
     b, each, n, per_page = size["b"], size["rows"], size["n"], 256 // size["m"]
     held = -(-n // per_page)
@@ -150,6 +151,7 @@ def _select_top(g: torch.Generator, size: Size) -> Inputs:
     visible[t // 2] = min(n, size["k"] * block // 2)
     return Inputs((scores, visible, size["k"], block), least_bytes=t * n * 4 + t * size["k"] * 4)
 
+
 def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return pair order and offsets of balanced random routes, and their weights float32 [t, k]."""
     t, k, experts = size["t"], size["k"], size["e"]
@@ -161,10 +163,11 @@ def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def fp4_weights(g: torch.Generator, experts: int, out: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed random weights of a size that keeps products near one."""
+    """Return tiled random weights of a size that keeps products near one."""
     codes = torch.randint(0, 256, (experts, out, inner // 2), dtype=torch.uint8, generator=g, device=g.device)
     low = 124 - int(inner).bit_length() // 2
-    return codes, torch.randint(low, low + 3, (experts, out, inner // 32), dtype=torch.uint8, generator=g, device=g.device)
+    shape = (experts, out, inner // 32)
+    return tiled(codes, torch.randint(low, low + 3, shape, dtype=torch.uint8, generator=g, device=g.device))
 
 
 def _sort_routes(g: torch.Generator, size: Size) -> Inputs:
@@ -180,7 +183,9 @@ def _experts_up(g: torch.Generator, size: Size) -> Inputs:
     pairs = int(offsets[-1])
     used = int((offsets[1:] > offsets[:-1]).sum())
     moved = size_of(codes, scales) + (size_of(w, ws) // size["e"]) * used + pairs * inner * 33 // 32
-    return Inputs((codes, scales, order, offsets, w, ws, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner)
+    return Inputs(
+        (codes, scales, order, offsets, w, ws, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner
+    )
 
 
 def _experts_down(g: torch.Generator, size: Size) -> Inputs:
@@ -201,6 +206,7 @@ def _owned(check: Check) -> Check:
 
 SUM = close(2.0**-7, 2e-2)
 """One rounding to bfloat16, plus float32 sums in another order over thousands of products near one."""
+
 
 def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
     b, each, n, top, heads = size["b"], size["rows"], size["n"], size["k"], size["h"]
@@ -300,7 +306,12 @@ CASES = (
         "select_top",
         _select_top,
         (exact,),
-        small=({"t": 3, "n": 700, "k": 64}, {"t": 2, "n": 40, "k": 64}, {"t": 2, "n": 9000, "k": 64}, {"t": 3, "n": 999, "k": 16, "block": 8}),
+        small=(
+            {"t": 3, "n": 700, "k": 64},
+            {"t": 2, "n": 40, "k": 64},
+            {"t": 2, "n": 9000, "k": 64},
+            {"t": 3, "n": 999, "k": 16, "block": 8},
+        ),
         large=(
             {"t": 8, "n": 65536, "k": 512},
             {"t": 48, "n": 65536, "k": 512},
@@ -322,15 +333,17 @@ CASES = (
         "experts_up",
         _experts_up,
         (_owned(few_bytes(0.02)), _owned(few_bytes(0.01))),
-        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 64},),
+        small=({"t": 5, "k": 2, "e": 3, "d": 256, "i": 64},),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
+        compiled=({"t": 16, "k": 2, "e": 2, "d": 5120, "i": 2304},),
     ),
     Case(
         "experts_down",
         _experts_down,
         (SUM,),
-        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 128},),
+        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 256},),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
+        compiled=({"t": 16, "k": 2, "e": 2, "d": 5120, "i": 2304},),
     ),
     Case(
         "sparse_attention",
@@ -347,5 +360,6 @@ CASES = (
             {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1},
             {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
         ),
+        compiled=tuple({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": splits} for splits in (1, 4)),
     ),
 )

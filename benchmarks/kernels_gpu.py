@@ -26,6 +26,10 @@ from benchmarks.kernel_timing import REPLAYS, copy_bandwidth, matmul_flops, sets
 from engine.kernels.ops import REFERENCE, TRITON
 
 
+HOST_LOOPS = frozenset({"index_scores", "sparse_attention", "experts_up", "experts_down", "sort_routes"})
+"""Ops whose reference loops over sequences or experts on the host, which no compiler fuses."""
+
+
 def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, compiled: bool) -> dict[str, object]:
     """Check and time one op at one size."""
     row: dict[str, object] = {"op": case.op, "size": size}
@@ -39,7 +43,7 @@ def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, comp
     us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs])
     row |= {"us": us, "us_p90": p90, "least_bytes": first.least_bytes, "flops": first.flops, "floor_us": floor,
             "of_limit": floor / us, "copy_share": first.least_bytes / limits["copy"] * 1e6 / us, "input_sets": len(inputs)}  # fmt: skip
-    if compiled:
+    if compiled and size == case.large[-1] and case.op not in HOST_LOOPS:
         row["torch_compile_us"] = peer(lambda: _compiled(case, inputs))
     for name, run in PEERS.get(case.op, {}).items():
         row[name] = peer(lambda run=run: run(inputs, size))

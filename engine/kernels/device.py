@@ -122,7 +122,7 @@ def fp4_planes(words, scales, PTX: tl.constexpr):
             and.b32 a, y, 0x80008000;  shr.b32 b, y, 6;  and.b32 b, b, 0x01C001C0;
             or.b32 a, a, b;  mul.rn.bf16x2 $7, a, $10;
             }""",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
             [words, scales],
             dtype=(tl.bfloat16,) * 8,
             is_pure=True,
@@ -139,3 +139,57 @@ def fp4_planes(words, scales, PTX: tl.constexpr):
 @triton.jit
 def _plane(words, scales):
     return (e2m1_value(words & 15) * scales).to(tl.bfloat16)
+
+
+@triton.jit
+def eight(x, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Return the planes of [ROWS, WORDS, 8], each [ROWS, WORDS]."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, WORDS, 2, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    p0, p4 = tl.split(a)
+    p1, p5 = tl.split(b)
+    p2, p6 = tl.split(c)
+    p3, p7 = tl.split(d)
+    return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def arranged_planes(words, scales, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """Return what `fp4_planes` does, of int32 [ROWS, 4, 4] whose bits are placed as `reference.formats.tiled` does."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            and.b32 a, $8, 0x81C081C0;  mul.rn.bf16x2 $0, a, $10;
+            shl.b32 a, $8, 3;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $1, a, $10;
+            shl.b32 a, $8, 6;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $2, a, $10;
+            shl.b32 a, $8, 1;  and.b32 a, a, 0x80008000;  shr.b32 b, $8, 5;  and.b32 b, b, 0x01000100;
+            or.b32 a, a, b;  shr.b32 b, $8, 4;  and.b32 b, b, 0x00C000C0;  or.b32 a, a, b;  mul.rn.bf16x2 $3, a, $10;
+            and.b32 a, $9, 0x81C081C0;  mul.rn.bf16x2 $4, a, $10;
+            shl.b32 a, $9, 3;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $5, a, $10;
+            shl.b32 a, $9, 6;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $6, a, $10;
+            shl.b32 a, $9, 1;  and.b32 a, a, 0x80008000;  shr.b32 b, $9, 5;  and.b32 b, b, 0x01000100;
+            or.b32 a, a, b;  shr.b32 b, $9, 4;  and.b32 b, b, 0x00C000C0;  or.b32 a, a, b;  mul.rn.bf16x2 $7, a, $10;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+            [words, scales],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first, second = tl.split(tl.reshape(words, (ROWS, 4, 2, 2)))
+        left = _codes(first & 0xFFFF) | (_codes(second & 0xFFFF) << 16)
+        right = _codes((first >> 16) & 0xFFFF) | (_codes((second >> 16) & 0xFFFF) << 16)
+        return fp4_planes(tl.reshape(tl.join(left, right), (ROWS, 4, 4)), scales, False)
+
+
+@triton.jit
+def _codes(half):
+    """Return four codes, one after the other, of half a word as `reference.formats.tiled` places their bits."""
+    a = ((half >> 12) & 8) | ((half >> 6) & 7)
+    b = ((half >> 9) & 8) | ((half >> 3) & 7)
+    c = ((half >> 6) & 8) | (half & 7)
+    d = ((half >> 11) & 12) | ((half >> 10) & 3)
+    return a | (b << 4) | (c << 8) | (d << 12)

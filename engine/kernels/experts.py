@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import UNPLANED, e4m3_value, fp4_planes, plane_scale, power
+from engine.kernels.device import UNPLANED, arranged_planes, e4m3_value, plane_scale, power
 
 
 @triton.jit
@@ -48,24 +48,25 @@ def tile_of(OFFSETS, tile, E: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def add_product(
-    total, W, S, X, row, column, exists, start,
-    K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Return total [ROWS, columns] plus the product over K indices start .. start + STEP.
+def add_product(total, W, S, X, block, FAR: tl.constexpr, column, exists, start, K: tl.constexpr, PTX: tl.constexpr):
+    """Return total [128, columns] plus the product over K indices start .. start + 127.
 
-    `W` int32 [.., K / 8], `S` uint8 [.., K / 32], `row` int64 [ROWS]; `X` of `planes`, `column` int64 rows of it.
+    `W` and `S` of `reference.formats.tiled`; rows are the 64 of `block` (int64) and the 64 of block + FAR. `X` of
+    `planes`, `column` int64 its rows.
     """
-    group = tl.arange(0, STEP // 32)
-    word = group[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    words = tl.load(W + row[:, None, None] * (K // 8) + start // 8 + word)
-    scales = tl.load(S + row[:, None] * (K // 32) + start // 32 + group[None, :])
-    spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, STEP // 32, 4))
-    weights = fp4_planes(words, spread, PTX)
-    at = X + column[None, :] * K + start // 8 + tl.arange(0, STEP // 8)[:, None]
+    row = tl.arange(0, 128)
+    group = tl.arange(0, 4)
+    tile = block * (K // 128) + start // 128
+    far = row // 64 * (FAR * K // 128)
+    word = group[None, :, None] * 4 + group[None, None, :]
+    words = tl.load(W + tile * 1024 + (far * 1024 + row % 64 * 16)[:, None, None] + word)
+    scales = tl.load(S + tile * 256 + (far * 256 + row % 64 * 4)[:, None] + group[None, :])
+    spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (128, 4, 4))
+    weights = arranged_planes(words, spread, 128, PTX)
+    at = X + column[None, :] * K + start // 8 + tl.arange(0, 16)[:, None]
     for n in tl.static_range(8):
         x = tl.load(at + n * (K // 8), mask=exists[None, :], other=0.0)
-        total = tl.dot(tl.reshape(weights[n], (ROWS, STEP // 8)), x, total)
+        total = tl.dot(tl.reshape(weights[n], (128, 16)), x, total)
     return total
 
 

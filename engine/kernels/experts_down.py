@@ -12,19 +12,19 @@ from engine.kernels.experts import add_product, columns_tile, max_tiles, planes,
 @triton.jit
 def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT,
-    K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
         place = first + tl.arange(0, TILE)
         exists = place < last
         pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
-        column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        row = expert.to(tl.int64) * D + column
-        total = tl.zeros((ROWS, TILE), tl.float32)
-        for start in tl.range(0, K, STEP):
-            total = add_product(total, W, WS, X, row, place.to(tl.int64), exists, start, K, ROWS, STEP, PTX)
+        column = tl.program_id(0) * 128 + tl.arange(0, 128)
+        block = expert.to(tl.int64) * (D // 64) + tl.program_id(0) * 2
+        total = tl.zeros((128, TILE), tl.float32)
+        for start in tl.range(0, K, 128):
+            total = add_product(total, W, WS, X, block, 1, place.to(tl.int64), exists, start, K, PTX)
         made = tl.trans(total.to(tl.bfloat16))
         tl.store(OUT + pair[:, None] * D + column[None, :], made, mask=exists[:, None])
 
@@ -39,16 +39,16 @@ def experts_down(
 ) -> torch.Tensor:
     """Return bfloat16 [t k, d]: what each pair adds to its row; `combine` sums them. Pairs nowhere get zeros.
 
-    `codes`, `scales` of `experts_up`; `order`, `offsets` of `sort_routes`; `w2` uint8 [E, d, I / 2], `w2_scales` uint8
-    [E, d, I / 32]. d is a multiple of 128, I of 128.
+    `codes`, `scales` of `experts_up`; `order`, `offsets` of `sort_routes`; `w2` [E, d / 64, I / 128, 64, 16] and
+    `w2_scales` of `reference.formats.tiled`. d and I are multiples of 128.
     """
-    experts, width, inner = w2.shape[0], w2.shape[1], codes.shape[1]
+    experts, width, inner = w2.shape[0], w2.shape[1] * 64, codes.shape[1]
     pairs = len(order)
     out = torch.zeros(pairs, width, dtype=torch.bfloat16, device=codes.device)
     tile = columns_tile(pairs, experts)
     _experts_down[(width // 128, max_tiles(pairs, experts, tile))](
-        planes(codes, scales), order, offsets, w2.view(torch.int32), w2_scales, out,
-        K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts), ROWS=128, TILE=tile, STEP=128,
+        planes(codes, scales), order, offsets, w2, w2_scales, out,
+        K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts), TILE=tile,
         PTX=speaks_ptx(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

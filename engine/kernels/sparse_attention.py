@@ -10,23 +10,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.chip import speaks_ptx
-from engine.kernels.device import UNPLANED, e4m3_value, fp4_planes, power
+from engine.kernels.device import UNPLANED, e4m3_value, eight, fp4_planes, power
 
 _TILE = 64
 """Keys at a time."""
-
-
-@triton.jit
-def _eight(x, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Return the planes of [ROWS, WORDS, 8], each [ROWS, WORDS]."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, WORDS, 2, 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    p0, p4 = tl.split(a)
-    p1, p5 = tl.split(b)
-    p2, p6 = tl.split(c)
-    p3, p7 = tl.split(d)
-    return p0, p1, p2, p3, p4, p5, p6, p7
 
 
 @triton.jit
@@ -50,7 +37,7 @@ def _attend(queries, keys, valid, most, total, o, SCALE: tl.constexpr, H: tl.con
     scores = tl.zeros((H, TILE), tl.float32)
     for n in tl.static_range(8):
         scores = tl.dot(queries[n], tl.trans(keys[n]), scores)
-    scores = tl.where(valid[None, :], scores * SCALE, float("-inf"))
+    scores = tl.where(valid[None, :], scores * (SCALE * UNPLANED), float("-inf"))
     new = tl.maximum(most, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new[:, None])
     old = tl.exp2(most - new)
@@ -100,7 +87,7 @@ def _sparse_attention(
     word = tl.arange(0, WORDS)
     inside = tl.arange(0, TILE)
     whole = head[:, None, None] * D + word[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    queries = _eight((tl.load(Q + row * (H * D) + whole).to(tl.float32) * UNPLANED).to(tl.bfloat16), H, WORDS)
+    queries = eight(tl.load(Q + row * (H * D) + whole), H, WORDS)
     zero = tl.zeros((H, WORDS), tl.float32)
     o = (zero, zero, zero, zero, zero, zero, zero, zero)
     most = tl.full((H,), -1e30, tl.float32)
@@ -117,7 +104,9 @@ def _sparse_attention(
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 8 + D // 256)
         codes = tl.load(slot[:, None] + word[None, :], mask=valid[:, None], other=0)
-        scales = tl.load(slot.to(tl.pointer_type(tl.uint8))[:, None] + D + group[None, :], mask=valid[:, None], other=127)
+        scales = tl.load(
+            slot.to(tl.pointer_type(tl.uint8))[:, None] + D + group[None, :], mask=valid[:, None], other=127
+        )
         wide = power(scales.to(tl.int32) - 60)
         wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (TILE, D // 32, 4)), (TILE, WORDS))
         keys = (
@@ -127,23 +116,19 @@ def _sparse_attention(
         most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
     pages = PAGES + tl.load(OWNER + row) * page_stride
     half = tl.arange(0, D // 16)
-    pairs = half[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
     for tile in tl.range(tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE):
         chosen = tl.load(SELECTION + row * TOP + tile * TILE + inside)
         valid = chosen >= 0
         chosen = tl.maximum(chosen, 0)
         page = tl.load(pages + chosen // per_page).to(tl.int64)
         entry = ENTRIES + page * entry_stride + (chosen % per_page) * (D // 8 + D // 64)
-        words = tl.load(entry[:, None, None] + pairs, mask=valid[:, None, None], other=0)
-        scales = tl.load(entry.to(tl.pointer_type(tl.uint8))[:, None] + D // 2 + half[None, :], mask=valid[:, None], other=0)
+        words = tl.load(entry[:, None] + word[None, :], mask=valid[:, None], other=0)
+        scales = tl.load(
+            entry.to(tl.pointer_type(tl.uint8))[:, None] + D // 2 + half[None, :], mask=valid[:, None], other=0
+        )
         lifted = (e4m3_value(scales) * 7.378697629483821e19).to(tl.bfloat16)  # 2^66, as `plane_scale` has it
-        planes = fp4_planes(words, tl.broadcast_to(tl.expand_dims(lifted, 2), (TILE, D // 16, 2)), PTX)
-        keys = (
-            tl.reshape(planes[0], (TILE, WORDS)), tl.reshape(planes[1], (TILE, WORDS)),
-            tl.reshape(planes[2], (TILE, WORDS)), tl.reshape(planes[3], (TILE, WORDS)),
-            tl.reshape(planes[4], (TILE, WORDS)), tl.reshape(planes[5], (TILE, WORDS)),
-            tl.reshape(planes[6], (TILE, WORDS)), tl.reshape(planes[7], (TILE, WORDS)),
-        )  # fmt: skip
+        lifted = tl.reshape(tl.broadcast_to(tl.expand_dims(lifted, 2), (TILE, D // 16, 2)), (TILE, WORDS))
+        keys = fp4_planes(words, lifted, PTX)
         most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
@@ -151,7 +136,7 @@ def _sparse_attention(
         out = OUT + row * (H * D) + head[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(out, _whole(made, H, D))
     else:
-        at = ((row * SPLITS + split) * H + head)
+        at = (row * SPLITS + split) * H + head
         tl.store(SIZES + at * 2, most)
         tl.store(SIZES + at * 2 + 1, total)
         for n in tl.static_range(8):
@@ -165,7 +150,10 @@ def _part(PARTS, SIZES, row, head, word, n: tl.constexpr, most, H: tl.constexpr,
     o = tl.zeros((head.shape[0], WORDS), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (row * SPLITS + split) * H + head
-        o += tl.load(PARTS + (at[:, None] * 8 + n) * WORDS + word[None, :]) * tl.exp2(tl.load(SIZES + 2 * at) - most)[:, None]
+        o += (
+            tl.load(PARTS + (at[:, None] * 8 + n) * WORDS + word[None, :])
+            * tl.exp2(tl.load(SIZES + 2 * at) - most)[:, None]
+        )
     return o
 
 

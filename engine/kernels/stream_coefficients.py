@@ -12,7 +12,9 @@ import triton.language as tl
 _COLUMNS = tl.constexpr(32)
 """Products per row, padded: pre, post and comb."""
 _SPLITS = 32
-_TILE = 64
+_TILE, _STAGES = 64, 1
+"""Not pipelined: triton 3.6 was seen to reuse a buffer of the pipeline before asynchronous matrix instructions had read
+it (one row in some thousands was wrong, not always the same)."""
 
 
 @triton.jit
@@ -98,7 +100,7 @@ def stream_coefficients(
     _partial[(triton.cdiv(rows, _TILE), _SPLITS)](
         streams, fn, partial, squares, rows,
         K=inner, OUT=fn.shape[1], SPLIT=split, TILE=_TILE, STEP=128 if split % 128 == 0 else 64, num_warps=4,
-        num_stages=3,
+        num_stages=_STAGES,
     )  # fmt: skip
     pre, post = (torch.empty(rows, hc, dtype=torch.float32, device=device) for _ in range(2))
     comb = torch.empty(rows, hc, hc, dtype=torch.float32, device=device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.kernels.reference.formats import decode_q4, decode_q8
+from engine.kernels.reference.formats import decode_q4, decode_q8, untiled
 
 
 def experts_down(
@@ -14,6 +14,7 @@ def experts_down(
     w2_scales: torch.Tensor,
 ) -> torch.Tensor:
     """Return every pair's contribution bfloat16 [t k, d]; see the kernel."""
+    w2, w2_scales = untiled(w2, w2_scales)
     made = torch.zeros(len(order), w2.shape[1], dtype=torch.bfloat16, device=codes.device)
     borders = offsets.tolist()
     for expert, (begin, end) in enumerate(zip(borders, borders[1:], strict=False)):

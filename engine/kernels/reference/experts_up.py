@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from engine.kernels.reference.formats import decode_q4, decode_q8, q8
+from engine.kernels.reference.formats import decode_q4, decode_q8, q8, untiled
 
 
 def experts_up(
@@ -18,7 +18,8 @@ def experts_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inner activations of sorted pairs, quantized; see the kernel for shapes."""
     top_k = route_weights.shape[1]
-    inner = w13.shape[1] // 2
+    inner = w13.shape[1] * 32
+    w13, w13_scales = untiled(w13, w13_scales)
     made = torch.zeros(len(order), inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.zeros(len(order), inner // 32, dtype=torch.uint8, device=codes.device)
     borders = offsets.tolist()

@@ -107,3 +107,32 @@ def thirds(weight: torch.Tensor) -> torch.Tensor:
     high = weight.bfloat16()
     middle = (weight - high.float()).bfloat16()
     return torch.stack((high, middle, (weight - high.float() - middle.float()).bfloat16()))
+
+
+_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+"""Where `tiled` puts sign, exponent and mantissa bit of four codes in half a word: three need one shift to unpack."""
+
+
+def tiled(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights as the grouped products read them: tiles of 64 rows and 128 columns, each in one piece.
+
+    `packed` uint8 [E, R, K / 2] e2m1 pairs, `scales` uint8 [E, R, K / 32]; R a multiple of 64, K of 128. Returns int32
+    [E, R / 64, K / 128, 64, 16] and uint8 [E, R / 64, K / 128, 64, 4]. Of two neighbouring words of eight codes, the
+    first one gets both first halves, the second both second halves, with bits placed as `_BITS` says.
+    """
+    experts, rows, half = packed.shape
+    codes = torch.stack((packed & 0xF, packed >> 4), -1).view(experts, rows, half // 8, 2, 2, 4).int()
+    halves = sum(((codes[..., n] >> (3 - k)) & 1) << bit for n, bits in enumerate(_BITS) for k, bit in enumerate(bits))
+    words = halves[..., 0, :] | (halves[..., 1, :] << 16)
+    words = words.view(experts, rows // 64, 64, half // 64, 16).transpose(2, 3).contiguous()
+    return words, scales.view(experts, rows // 64, 64, half // 64, 4).transpose(2, 3).contiguous()
+
+
+def untiled(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `tiled`."""
+    experts, rows = len(words), words.shape[1] * 64
+    words = words.transpose(2, 3).reshape(experts, rows, -1, 2)
+    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -2)
+    codes = [sum(((halves >> bit) & 1) << (3 - k) for k, bit in enumerate(bits)) for bits in _BITS]
+    packed = pack(torch.stack(codes, -1).flatten(2).to(torch.uint8))
+    return packed, scales.transpose(2, 3).reshape(experts, rows, -1)
