@@ -21,12 +21,10 @@ from deploy.local.spec import (
     ClusterSpec,
     Revision,
     choose_leaving,
-    controller_config,
-    gateway_config,
     next_worker_id,
     overrides,
+    process_config,
     threads_per_worker,
-    worker_config,
 )
 from deploy.sweep import SHARED_MEMORY
 from gateway.http.server import bind
@@ -209,7 +207,16 @@ class Launcher:
         if self._closing:
             raise ConfigError("the cluster is ending; nothing is started any more")
         threads = self._threads(slot.role)
-        config = self._config_of(slot, threads)
+        config = process_config(
+            slot.revision,
+            process_id=slot.id,
+            role=slot.role,
+            run_dir=self._run_dir,
+            membership=self._membership,
+            http_port=self._http_port,
+            listener_fd=next(iter(slot.inherits), -1),
+            threads=threads,
+        )
         await slot.start(to_toml(config), overrides(slot.revision.spec, slot.role), threads)
         self._follow(slot)
 
@@ -217,32 +224,6 @@ class Launcher:
         watcher = asyncio.create_task(self._watch(slot))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-
-    def _config_of(self, slot: Slot, threads: int) -> dict[str, object]:
-        spec, model_dir = slot.revision.spec, slot.revision.model_dir
-        if slot.role == "gateway":
-            return gateway_config(
-                spec,
-                gateway_id=slot.id,
-                run_dir=self._run_dir,
-                model_dir=model_dir,
-                http_port=self._http_port,
-                listener_fd=self._listener.fileno() if self._listener is not None else -1,
-                membership_port=int(self._membership[slot.id].rsplit(":", 1)[1]),
-                sibling=next(address for other, address in self._membership.items() if other != slot.id),
-            )
-        gateways = list(self._membership.values())
-        if slot.role == "controller":
-            return controller_config(spec, controller_id=slot.id, run_dir=self._run_dir, gateways=gateways)
-        return worker_config(
-            spec,
-            role=slot.role,
-            worker_id=slot.id,
-            run_dir=self._run_dir,
-            model_dir=model_dir,
-            gateways=gateways,
-            threads=threads,
-        )
 
     async def wait_ready(self, slot: Slot, report: Report) -> None:
         """Wait until a process serves; raises ConfigError with its own last sentence if it ended instead."""

@@ -182,6 +182,45 @@ def controller_config(
     }
 
 
+def process_config(
+    revision: Revision,
+    *,
+    process_id: str,
+    role: str,
+    run_dir: Path,
+    membership: Mapping[str, str],
+    http_port: int,
+    listener_fd: int,
+    threads: int,
+) -> dict[str, object]:
+    """Return the configuration of one process. `membership`: place of a gateway -> its membership address."""
+    spec, gateways = revision.spec, list(membership.values())
+    match role:
+        case "gateway":
+            return gateway_config(
+                spec,
+                gateway_id=process_id,
+                run_dir=run_dir,
+                model_dir=revision.model_dir,
+                http_port=http_port,
+                listener_fd=listener_fd,
+                membership_port=int(membership[process_id].rsplit(":", 1)[1]),
+                sibling=next(address for other, address in membership.items() if other != process_id),
+            )
+        case "controller":
+            return controller_config(spec, controller_id=process_id, run_dir=run_dir, gateways=gateways)
+        case _:
+            return worker_config(
+                spec,
+                role=role,
+                worker_id=process_id,
+                run_dir=run_dir,
+                model_dir=revision.model_dir,
+                gateways=gateways,
+                threads=threads,
+            )
+
+
 def overrides(spec: ClusterSpec, role: str) -> list[str]:
     """Return the `--set` values for a role: those for all first, then its own."""
     shared = spec.sets.get("all", ()) if role in {"prefill", "decode"} else ()
