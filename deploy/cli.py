@@ -27,6 +27,8 @@ from deploy.local.described import spec_of
 from deploy.local.models import cache_directory, model_directory
 from deploy.local.session import Session
 from deploy.local.spec import SERVICE_MODULES, ClusterSpec, check_spec, with_sets
+from deploy.ray.commands import ray_ask, ray_down, ray_up
+from deploy.ray.plan import plan_of, spec_on_hosts
 from deploy.status import render_status
 
 EPILOG = "Start with: tandem up    Stop with Ctrl-C or: tandem down"
@@ -64,9 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--name", default="default", help="name of the cluster (default: default)")
         command.add_argument("--run-dir", help="its run directory (default: ~/.tandem/run/NAME)")
+        command.add_argument("--on", choices=("local", "ray"), default="local", help="where it runs (default: here)")
+        command.add_argument("--address", default="auto", help="with --on ray: HOST:PORT of the Ray cluster")
         return command
 
-    up = add("up", "start a cluster on this machine and serve until Ctrl-C")
+    up = add("up", "start a cluster: on this machine it serves until Ctrl-C, on Ray until `tandem down`")
     up.add_argument("-f", "--file", type=Path, help="cluster.yaml; flags override it")
     up.add_argument("--model", help="smollm2 | tiny-llama | tiny-window | v41-tiny | v41-mini | scripted | DIRECTORY")
     up.add_argument("--served-name", help="name that clients use for the model")
@@ -112,7 +116,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
     """Combine the file and the flags; flags win."""
-    spec = spec_of(read_description(options.file)) if options.file else ClusterSpec()
+    return with_flags(spec_of(read_description(options.file)) if options.file else ClusterSpec(), options)
+
+
+def with_flags(spec: ClusterSpec, options: argparse.Namespace) -> ClusterSpec:
+    """Lay the flags over a cluster; raises ConfigError if no cluster can be started from the result."""
     names = (
         "model",
         "served_name",
@@ -153,7 +161,17 @@ def _positive(text: str) -> int:
     return count
 
 
+def _ask(options: argparse.Namespace, body: dict[str, object]) -> dict[str, object]:
+    if options.on == "ray":
+        return ray_ask(options.address, options.name, body, _say)
+    return ask(run_directory(options), body, _say)
+
+
 def _up(options: argparse.Namespace) -> int:
+    if options.on == "ray":
+        description = read_description(options.file) if options.file else None
+        spec = with_flags(spec_on_hosts(description) if description else ClusterSpec(), options)
+        return ray_up(options.address, plan_of(spec, description), _say)
     spec = cluster_spec(options)
     model_dir = model_directory(spec.model, cache_directory(), _say)
     session = Session(spec=spec, run_dir=run_directory(options), model_dir=model_dir, clock=SystemClock(), report=_say)
@@ -161,7 +179,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    _say(render_status(ask(run_directory(options), {"command": "status"}, _say)))
+    _say(render_status(_ask(options, {"command": "status"})))
     return 0
 
 
@@ -172,27 +190,31 @@ def _scale(options: argparse.Namespace) -> int:
         if not equals or not count.isdigit():
             raise ConfigError(f"{text!r} is not POOL=N, e.g. decode=3")
         pools[role] = int(count)
-    _say(render_status(ask(run_directory(options), {"command": "scale", "pools": pools}, _say)))
+    _say(render_status(_ask(options, {"command": "scale", "pools": pools})))
     return 0
 
 
 def _rollout(options: argparse.Namespace) -> int:
     if options.abort:
-        ask(run_directory(options), {"command": "abort"}, _say)
+        _ask(options, {"command": "abort"})
         return 0
     body: dict[str, object] = {"command": "rollout", "sets": _sets(options.set), "surge": options.surge}
     if options.model:
-        body["model_dir"] = str(model_directory(options.model, cache_directory(), _say))
-    _say(render_status(ask(run_directory(options), body, _say)))
+        # On Ray every host finds the model for itself.
+        is_here = options.on == "local"
+        body["model_dir"] = str(model_directory(options.model, cache_directory(), _say)) if is_here else options.model
+    _say(render_status(_ask(options, body)))
     return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
-    ask(run_directory(options), {"command": "drain", "worker": options.worker}, _say)
+    _ask(options, {"command": "drain", "worker": options.worker})
     return 0
 
 
 def _down(options: argparse.Namespace) -> int:
+    if options.on == "ray":
+        return ray_down(options.address, options.name, options.budget_s, _say)
     body: dict[str, object] = {"command": "down"}
     if options.budget_s is not None:
         body["budget_s"] = options.budget_s

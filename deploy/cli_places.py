@@ -7,6 +7,8 @@ from pathlib import Path
 from core.errors import ConfigError
 from deploy.cluster_description import ClusterDescription, read_description
 from deploy.local.models import model_directory
+from deploy.ray.manifests import check_manifest
+from deploy.ray.plan import plan_of, spec_on_hosts
 from deploy.render import PLACES, render, write_files
 from deploy.validate_k8s import build, complaints
 
@@ -18,11 +20,11 @@ def add_place_commands(add: Callable[[str, str], argparse.ArgumentParser]) -> No
     command.add_argument("-f", "--file", type=Path, help="cluster.yaml (default: all defaults)")
     command.add_argument("--out", type=Path, required=True, help="folder to write into")
     command.set_defaults(run=_render)
-    command = add("validate", "check a cluster description, and for k8s the overlay that was rendered from it")
-    command.add_argument("--on", choices=PLACES, required=True)
+    command = add("validate", "check a cluster description, and for k8s and ray what is applied there")
+    command.add_argument("--on", choices=(*PLACES, "ray"), required=True)
     command.add_argument("-f", "--file", type=Path, help="cluster.yaml")
     command.add_argument("--kubectl", default="kubectl")
-    command.add_argument("folder", type=Path, nargs="?", help="for k8s: the overlay")
+    command.add_argument("folder", type=Path, nargs="?", help="for k8s: the overlay; for ray: a manifest")
     command.set_defaults(run=_validate)
     command = add("prepare", "make a built-in model in a folder, as MODELS/NAME")
     command.add_argument("model")
@@ -41,6 +43,12 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    if options.on == "ray":
+        description = _read(options)
+        plan_of(spec_on_hosts(description), description)
+        if options.folder is not None:
+            print(f"{options.folder}: {check_manifest(options.folder)}, nothing to complain about")
+        return 0
     render(_read(options), options.on, options.folder or Path())
     if options.on == "k8s":
         if options.folder is None:

@@ -1,0 +1,266 @@
+"""A cluster on a real Ray: two nodes on loopback, real actors, real workers, real signals.
+
+Run by `test_ray.py` in namespaces of their own (PIDs, network), which end everything at their end, whatever a test does. The tests
+build on one another, in this order.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from benchmarks.record import write_record
+from core.errors import ConfigError
+from deploy.ray import client
+from engine.models.builtin import prepare_scripted
+from engine.models.script import ScriptedConfig
+from tests.fakes.chaos import faults, storm
+from tests.fakes.live_cluster import ROOT, stream_text, wait_for
+from tests.fakes.truth import scripted_text
+
+pytestmark = pytest.mark.timeout(300)
+
+SLOW = ScriptedConfig(mean_length=100_000, step_delay_ms=10.0)
+"""Slow enough that streams are open at every moment."""
+NAME = "slow"
+WAIT_S = 90
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+DESCRIPTION = """
+name: t6
+model: {{path: {model}, served_name: slow}}
+prefill: {{replicas: 1, cpus: 0.5, memory_gib: 0.05, nodes: 2}}
+decode: {{replicas: 1, cpus: 0.5, memory_gib: 0.05}}
+transfer: tcp
+drain: {{gateway_s: 20.0, prefill_s: 20.0, decode_s: 20.0}}
+"""
+
+
+def alone_on_loopback() -> None:
+    """Let this network namespace have 127.0.0.1, and Ray find no other address of this host."""
+    socket.sethostname("localhost")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+
+
+class OnRay:
+    """What the tests know of the cluster."""
+
+    def __init__(self, address: str, file: Path) -> None:
+        self.address = address
+        self.file = file
+        self.phases: dict[str, float] = {}
+
+    def cli(self, command: str, *arguments: str) -> subprocess.CompletedProcess:
+        on = ["--on", "ray", "--address", self.address, "--name", "t6"]
+        return subprocess.run(
+            [sys.executable, "-m", "deploy.cli", command, *on, *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def ask(self, body: dict) -> dict:
+        return client.ask("t6", body, lambda _: None)
+
+    def status(self) -> dict:
+        return self.ask({"command": "status"})
+
+    def processes(self, role: str | None = None) -> list[dict]:
+        return [p for p in self.status()["processes"] if role is None or p["role"] == role]
+
+    def pids(self, role: str | None = None) -> dict[str, int]:
+        return {p["id"]: p["pid"] for p in self.processes(role)}
+
+    def settled(self, **want: int) -> bool:
+        """True once the pools have their sizes and every process is ready."""
+        found = self.processes()
+        sizes = {role: sum(p["role"] == role for p in found) for role in want}
+        return sizes == want and all(p["state"] == "ready" for p in found)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.status()['http_address']}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    alone_on_loopback()
+    folder = tmp_path_factory.mktemp("ray")
+    began = time.monotonic()
+    small = {"object_store_memory": 80 * 2**20, "memory": 2**30}
+    workers = {"prefill": 4, "decode": 4}
+    head = {"num_cpus": 8, "include_dashboard": False, "resources": {"gateway": 2, **workers}}
+    nodes = Cluster(initialize_head=True, head_node_args={**head, **small, "labels": {"tandem/domain": "a"}})
+    nodes.add_node(num_cpus=8, resources=workers, labels={"tandem/domain": "b"}, **small)
+    file = folder / "cluster.yaml"
+    file.write_text(DESCRIPTION.format(model=prepare_scripted(folder, SLOW)))
+    running = OnRay(nodes.address, file)
+    running.phases["two Ray nodes"] = time.monotonic() - began
+    with client.connected(nodes.address):
+        yield running
+
+
+class Load:
+    """Streams without a pause, each checked against what its model says."""
+
+    def __init__(self, cluster: OnRay) -> None:
+        self._url = cluster.base_url
+        self._done = threading.Event()
+        self.outcomes = []
+
+    def _stream(self) -> None:
+        number = 0
+        while not self._done.is_set():
+            prompts = [f"stream {number} {i} of the load" for i in range(8)]
+            items = [(prompt, scripted_text(prompt, 60, SLOW), 60) for prompt in prompts]
+            self.outcomes += asyncio.run(storm(self._url, NAME, items, concurrency=4, cancel_share=0, seed=number))
+            number += 1
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._stream)
+        self._thread.start()
+        wait_for(lambda: len(self.outcomes) >= 8, WAIT_S, "no load")
+        return self
+
+    def __exit__(self, *_):
+        seen = len(self.outcomes)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: len(self.outcomes) >= seen + 8, WAIT_S, "no load at the end")
+        self._done.set()
+        self._thread.join()
+
+    def assert_whole(self) -> None:
+        assert [f for o in self.outcomes for f in faults(o)] == []
+
+
+def groups() -> list[str]:
+    return sorted(g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED")
+
+
+def actor_pid(title: str) -> int:
+    return next(p.pid for p in psutil.process_iter() if " ".join(p.cmdline()).startswith(f"ray::{title}"))
+
+
+def test_up_serves_and_says_what_took_how_long(cluster):
+    began = time.monotonic()
+    up = cluster.cli("up", "-f", str(cluster.file))
+    assert up.returncode == 0, up.stdout + up.stderr
+    cluster.phases["tandem up"] = time.monotonic() - began
+    for worker in ("gateway-1", "prefill-1", "decode-1"):
+        assert f"{worker}: ready after" in up.stdout, up.stdout
+    answer = stream_text(cluster.base_url, {"model": NAME, "prompt": "hello", "max_tokens": 20, "temperature": 0})
+    cluster.phases["first answer, from tandem up"] = time.monotonic() - began
+    assert answer["done"], answer
+    assert answer["text"] == scripted_text("hello", 20, SLOW)
+    if directory := os.environ.get("TANDEM_RECORD"):
+        lines = [line for line in up.stdout.splitlines() if ": ready after" in line]
+        result = {"seconds": {k: round(v, 1) for k, v in cluster.phases.items()}, "processes": lines}
+        write_record(
+            directory, result, note="2 CPU cores shared with other work; scripted model; 2 Ray nodes on loopback"
+        )
+    assert cluster.cli("up", "-f", str(cluster.file)).returncode == 3, "a second of that name is refused"
+    assert {p["domain"] for p in cluster.processes()} <= {"", "a", "b"}
+
+
+def test_each_pool_scales_alone_under_load_and_its_groups_come_and_go(cluster):
+    assert groups() == ["tandem-t6/prefill-1"], "prefill workers span two nodes here, decode workers one"
+    before = cluster.pids()
+    with Load(cluster) as load:
+        more = cluster.cli("scale", "decode=2")
+        wide = cluster.ask({"command": "scale", "pools": {"prefill": 2}})
+        assert groups() == ["tandem-t6/prefill-1", "tandem-t6/prefill-2"]
+        cluster.ask({"command": "drain", "worker": "prefill-1"})
+        cluster.ask({"command": "scale", "pools": {"decode": 1}})
+    assert more.returncode == 0, more.stderr
+    assert "decode-2: ready" in more.stdout
+    assert len(wide["processes"]) == 5
+    load.assert_whole()
+    assert {k: v for k, v in cluster.pids().items() if k != "prefill-2"} == {
+        k: v for k, v in before.items() if k != "prefill-1"
+    }, "who was not asked stays who it was"
+    assert groups() == ["tandem-t6/prefill-2"]
+
+
+def test_a_killed_controller_cuts_nothing_and_the_next_one_knows_all(cluster):
+    before, old = cluster.pids(), actor_pid("ControllerActor")
+    with Load(cluster) as load:
+        os.kill(old, signal.SIGKILL)
+        began = time.monotonic()
+        wait_for(lambda: epoch(cluster) == 2, WAIT_S, "no new controller")
+        wait_for(lambda: cluster.settled(prefill=1, decode=1), WAIT_S, "it does not see all")
+        cluster.phases["controller back"] = time.monotonic() - began
+    load.assert_whole()
+    assert cluster.pids() == before
+    assert actor_pid("ControllerActor") != old
+    assert groups() == ["tandem-t6/prefill-2"]
+
+
+def epoch(cluster) -> int:
+    try:
+        return cluster.status()["epoch"]
+    except ConfigError:
+        return 0
+
+
+def test_workers_and_gateway_roll_under_load(cluster):
+    before = set(cluster.pids().values())
+    with Load(cluster) as load:
+        run = cluster.cli("rollout", "--set", "gateway:retries.max_crashes=1", "--set", "all:drain.budget_s=15.0")
+    assert run.returncode == 0, run.stdout + run.stderr
+    load.assert_whole()
+    assert before.isdisjoint(cluster.pids().values()), "every process is a new one"
+
+
+def test_a_killed_supervisor_is_replaced_under_a_new_name(cluster):
+    name = next(iter(cluster.pids("decode")))
+    client.ray.kill(client.ray.get_actor(name, namespace="tandem-t6"), no_restart=True)
+    wait_for(lambda: name not in cluster.pids("decode") and cluster.settled(decode=1), WAIT_S, "no replacement")
+    # Its process drains: it may serve for 15 s more, and nobody else may be called like it.
+    cluster.ask({"command": "scale", "pools": {"decode": 2}})
+    assert name not in cluster.pids("decode")
+    cluster.ask({"command": "scale", "pools": {"decode": 1}})
+
+
+def test_the_same_exit_without_a_drain_does_cut_a_stream(cluster):
+    """Negative control: resuming is off since the rollout above, so a killed worker shows."""
+    seen, results = threading.Event(), []
+    body = {"model": NAME, "prompt": "cut me", "max_tokens": 2000, "temperature": 0}
+
+    def read() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            results.append(stream_text(cluster.base_url, body, lambda _: seen.set()))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert seen.wait(WAIT_S)
+    for pid in cluster.pids("decode").values():
+        os.kill(pid, signal.SIGKILL)
+    reader.join(WAIT_S)
+    assert not results or results[0]["error"] is not None or not results[0]["done"]
+    wait_for(lambda: cluster.settled(decode=1), WAIT_S, "it does not come back")
+
+
+def test_down_leaves_nothing(cluster):
+    pids = list(cluster.pids().values())
+    down = cluster.cli("down", "--budget-s", "10")
+    assert down.returncode == 0, down.stdout + down.stderr
+    assert groups() == []
+    assert [a for a in client.ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "tandem-t6"] == []
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    assert cluster.cli("status").returncode == 3
