@@ -149,7 +149,7 @@ class RayClusterPort:
             [dict(bundle) for _ in range(needs.nodes)],
             strategy="STRICT_SPREAD",
             name=f"{self._namespace}/{name}",
-            bundle_label_selector=[{DOMAIN_LABEL: domain}] * needs.nodes if domain else [],
+            bundle_label_selector=[{DOMAIN_LABEL: domain} if domain else {}] * needs.nodes,
         )
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
 

@@ -1,14 +1,16 @@
 """A process under a supervisor on another host, in the shape that the launcher knows from its own children."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import Awaitable, Callable
 
 from core.aio import Tasks
 from core.errors import ConfigError, WorkerLost
-from core.lifecycle import EXIT_PREFLIGHT
+from core.lifecycle import EXIT_CRASH, EXIT_PREFLIGHT
 from deploy.ray.api import End, Order, Supervisor
 
+_LOG = logging.getLogger(__name__)
 LOST = -1
 """Exit code of a process whose supervisor died or fell silent: what became of it is not known."""
 PING_S = 1.0
@@ -72,7 +74,11 @@ class RemoteProcess:
             return
 
     async def _live(self, order: Order | None) -> int:
-        end = await self._until_end(order)
+        try:
+            end = await self._until_end(order)
+        except Exception as error:  # noqa: BLE001 - the top of a task: a bug or a refusal of Ray's must not look like a slow start
+            _LOG.exception("a process under a supervisor is given up")
+            end = End(code=EXIT_CRASH, log_tail=f"{type(error).__name__}: {error}")
         self.log_tail = end.log_tail
         if self.is_lost:
             # Should its host come back, the process must not stay beside the one that replaced it.

@@ -8,6 +8,7 @@ from deploy.actuators.api import StaleFence
 from deploy.actuators.fake import FakeActuator
 from deploy.actuators.kubernetes import KubernetesActuator
 from deploy.cluster_description import ClusterDescription
+from tests.deploy.ray.fake_ray import on_fake_ray
 from tests.fakes.kubernetes import FakeKubernetesApi
 
 
@@ -24,12 +25,17 @@ def kubernetes():
     return Fenced(api, SystemClock(), namespace="tandem", remove_timeout_s=5.0, drain=api.drain, poll_s=0.001)
 
 
-MAKERS = {"fake": lambda: FakeActuator(ClusterDescription()), "kubernetes": kubernetes}
+MAKERS = {"fake": lambda: FakeActuator(ClusterDescription()), "kubernetes": kubernetes, "ray": on_fake_ray}
 
 
 @pytest.fixture(params=sorted(MAKERS))
-def actuator(request):
-    return MAKERS[request.param]()
+async def actuator(request):
+    made = MAKERS[request.param]()
+    if not hasattr(made, "__aenter__"):
+        yield made
+        return
+    async with made as entered:
+        yield entered
 
 
 async def pool(actuator, role):

@@ -1,11 +1,18 @@
 """Ray as the controller sees it, without Ray: supervisors in memory, hosts that fall silent, a value that is kept."""
 
 import asyncio
+import contextlib
 import http.server
+import tempfile
 import threading
+from pathlib import Path
 
 from core.errors import WorkerLost
+from deploy.actuators.ray import RayActuator
+from deploy.local.spec import ClusterSpec
 from deploy.ray.api import End, Told
+from deploy.ray.controller import RayController
+from deploy.ray.plan import RayPlan
 
 
 class FakeSupervisor:
@@ -133,3 +140,14 @@ class Healthy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+@contextlib.asynccontextmanager
+async def on_fake_ray():
+    """An actuator whose cluster runs, one worker a pool, on a fake Ray."""
+    plan = RayPlan(spec=ClusterSpec(name="t", model="scripted", drain_s=1.0), needs={})
+    with Healthy() as address, tempfile.TemporaryDirectory() as folder:
+        body = RayController(plan, FakeRay(address), Path(folder))
+        await body.handle({"command": "wait"}, lambda _: None)
+        yield RayActuator(lambda command: body.handle(command, lambda _: None), "t")
+        await body.handle({"command": "down", "budget_s": 1.0}, lambda _: None)

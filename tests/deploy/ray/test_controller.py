@@ -198,6 +198,17 @@ async def test_a_host_that_cannot_start_the_process_holds_it_with_the_reason(fak
     assert fake.supervisors == {}
 
 
+async def test_what_ray_refuses_is_a_crash_with_its_words_and_no_slow_start(fake, tmp_path):
+    async def refuse(*_):
+        raise ValueError("Invalid bundle label selector")
+
+    fake.create = refuse
+    cluster = Cluster(fake, PLAN, tmp_path)
+    with pytest.raises(ConfigError, match="gateway-1 did not start: ValueError: Invalid bundle"):
+        await cluster.ask("wait")
+    await cluster.ask("down", budget_s=0.1)
+
+
 async def test_groups_of_several_nodes_are_removed_with_their_worker(fake, tmp_path):
     plan = RayPlan(spec=SPEC, needs={"decode": Needs(nodes=2)})
     async with running(fake, tmp_path, plan) as cluster:
