@@ -148,6 +148,8 @@ class RayClusterPort:
         group = placement_group(
             [dict(bundle) for _ in range(needs.nodes)],
             strategy="STRICT_SPREAD",
+            # One that is not detached dies with its controller's process, and the worker in it.
+            lifetime="detached",
             name=f"{self._namespace}/{name}",
             bundle_label_selector=[{DOMAIN_LABEL: domain} if domain else {}] * needs.nodes,
         )

@@ -18,6 +18,7 @@ from deploy.local.slot import Slot
 from deploy.local.spec import Revision, next_worker_id
 from deploy.ray.api import RayPort
 from deploy.ray.plan import GATEWAY, Needs, RayPlan, Saved, choose_domain, decode_saved, encode_saved
+from deploy.ray.process import RemoteProcess
 from deploy.ray.slot import RaySlot
 
 _LOG = logging.getLogger(__name__)
@@ -138,16 +139,15 @@ class RayLauncher(Launcher):
     def _hold_name(self, slot: Slot) -> None:
         assert isinstance(slot, RaySlot), "only such slots are made here"
         self._taken.add(slot.id)
-        self._spawn(self._free_name(slot))
+        self._spawn(self._free_name(slot.id, slot.remote))
 
-    async def _free_name(self, slot: RaySlot) -> None:
+    async def _free_name(self, name: str, remote: RemoteProcess | None) -> None:
         """Give a lost name back once its process cannot run any more."""
-        assert slot.remote is not None, "it was lost"
-        if not await slot.remote.freed():
+        if remote is None or not await remote.freed():
             # Its supervisor is dead; the process got SIGTERM from the kernel and may use its whole budget.
-            await asyncio.sleep(slot.revision.spec.drain_s + GRACE_S)
-        await self._port.end(slot.id)
-        self._taken.discard(slot.id)
+            await asyncio.sleep(self.revision.spec.drain_s + GRACE_S)
+        await self._port.end(name)
+        self._taken.discard(name)
 
     # --- a controller that replaces another ---------------------------------------------------------------------
 
@@ -159,7 +159,10 @@ class RayLauncher(Launcher):
         names = await self._port.names()
         revisions = {self.revision.number: self.revision}
         await asyncio.gather(*(self._adopt(name, revisions) for name in names))
-        for name in await self._port.sweep(names):
+        for name in {*names, *saved.names} - set(self._slots):
+            self._taken.add(name)
+            self._spawn(self._free_name(name, None))
+        for name in await self._port.sweep(list(self._slots)):
             _LOG.warning("placement group %s was left by an earlier controller and is removed", name)
         self._spawn(self._keep())
         self._report(f"controller {self.epoch}: adopted {', '.join(self.ids()) or 'nothing'}")
@@ -183,9 +186,7 @@ class RayLauncher(Launcher):
         except (TimeoutError, WorkerLost):
             told = None
         if told is None or told.order is None:
-            # Silent, or created but never told what to start: nothing of it can be used.
-            await self._port.end(name)
-            return
+            return  # silent, or created but never told what to start
         revision = revisions.setdefault(told.order.revision.number, told.order.revision)
         slot = self._make_slot(name, told.order.role, revision)
         assert isinstance(slot, RaySlot), "only such slots are made here"
@@ -212,6 +213,7 @@ class RayLauncher(Launcher):
                 secret=self.secret,
                 membership=self._hosts,
                 http_port=self._http_port,
+                names=sorted({*self._slots, *self._taken}),
             )
         )
         if data != self._saved:

@@ -46,7 +46,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """What a restarted controller must know and no supervisor can tell."""
 
     epoch: int
-    """Grows with every start of a controller: the fence of its orders, and part of its placement groups' names."""
+    """Grows with every start of a controller: the fence of its orders."""
     revision: int
     spec: ClusterSpec
     model: str
@@ -54,6 +54,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     membership: Sequence[str]
     http_port: int
+    names: Sequence[str]
+    """Of processes that may run; one that no supervisor knows any more may drain for a while."""
 
     def the_revision(self) -> Revision:
         """Return what processes are started from."""

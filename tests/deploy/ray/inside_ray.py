@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import struct
@@ -20,12 +21,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from benchmarks.record import write_record
 from core.errors import ConfigError
+from deploy.local.spec import ClusterSpec
 from deploy.ray import client
+from deploy.ray.plan import RayPlan
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 from tests.fakes.chaos import faults, storm
@@ -40,13 +42,14 @@ NAME = "slow"
 WAIT_S = 90
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DESCRIPTION = """
-name: t6
 model: {{path: {model}, served_name: slow}}
 prefill: {{replicas: 1, cpus: 0.5, memory_gib: 0.05, nodes: 2}}
 decode: {{replicas: 1, cpus: 0.5, memory_gib: 0.05}}
 transfer: tcp
 drain: {{gateway_s: 20.0, prefill_s: 20.0, decode_s: 20.0}}
 """
+PAGE = ROOT / "docs" / "deploy-ray.md"
+SECOND_ON_THIS_HOST = " --dashboard-agent-listen-port=0 --dashboard-agent-grpc-port=0"
 
 
 def alone_on_loopback() -> None:
@@ -56,19 +59,34 @@ def alone_on_loopback() -> None:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
 
 
-class OnRay:
-    """What the tests know of the cluster."""
+def commands_of(page: str) -> list[str]:
+    """Return every command line of the page."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if line]
 
-    def __init__(self, address: str, file: Path) -> None:
-        self.address = address
-        self.file = file
+
+class OnRay:
+    """What the tests know of the cluster, and the page whose commands they run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.left = commands_of(PAGE.read_text())
+        """Commands of the page that no test has run yet."""
         self.phases: dict[str, float] = {}
 
-    def cli(self, command: str, *arguments: str) -> subprocess.CompletedProcess:
-        on = ["--on", "ray", "--address", self.address, "--name", "t6"]
+    def run(self, start: str, more: str = "") -> subprocess.CompletedProcess:
+        """Run the first command of the page that starts so and was not run yet, as a reader would."""
+        line = next(line for line in self.left if line.startswith(start))
+        self.left.remove(line)
+        return self.shell(line.replace("HEAD_IP", "127.0.0.1") + more)
+
+    def shell(self, line: str) -> subprocess.CompletedProcess:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return subprocess.run(
-            [sys.executable, "-m", "deploy.cli", command, *on, *arguments],
-            cwd=ROOT,
+            line,
+            shell=True,
+            cwd=self.folder,
+            env={**os.environ, "PATH": path},
             capture_output=True,
             text=True,
             timeout=240,
@@ -76,7 +94,7 @@ class OnRay:
         )
 
     def ask(self, body: dict) -> dict:
-        return client.ask("t6", body, lambda _: None)
+        return client.ask("default", body, lambda _: None)
 
     def status(self) -> dict:
         return self.ask({"command": "status"})
@@ -102,17 +120,16 @@ class OnRay:
 def cluster(tmp_path_factory):
     alone_on_loopback()
     folder = tmp_path_factory.mktemp("ray")
+    (folder / "deploy").symlink_to(ROOT / "deploy")
+    (folder / "cluster.yaml").write_text(DESCRIPTION.format(model=prepare_scripted(folder, SLOW)))
+    running = OnRay(folder)
     began = time.monotonic()
-    small = {"object_store_memory": 80 * 2**20, "memory": 2**30}
-    workers = {"prefill": 4, "decode": 4}
-    head = {"num_cpus": 8, "include_dashboard": False, "resources": {"gateway": 2, **workers}}
-    nodes = Cluster(initialize_head=True, head_node_args={**head, **small, "labels": {"tandem/domain": "a"}})
-    nodes.add_node(num_cpus=8, resources=workers, labels={"tandem/domain": "b"}, **small)
-    file = folder / "cluster.yaml"
-    file.write_text(DESCRIPTION.format(model=prepare_scripted(folder, SLOW)))
-    running = OnRay(nodes.address, file)
+    small = f" --num-cpus=8 --memory={2**30} --object-store-memory={80 * 2**20}"
+    for more in (small, small + SECOND_ON_THIS_HOST):  # one by one: they time out at start on a busy machine
+        started = running.run("RAY_AUTH_MODE=disabled ray start", more)
+        assert started.returncode == 0, started.stdout + started.stderr
     running.phases["two Ray nodes"] = time.monotonic() - began
-    with client.connected(nodes.address):
+    with client.connected("auto"):
         yield running
 
 
@@ -159,7 +176,7 @@ def actor_pid(title: str) -> int:
 
 def test_up_serves_and_says_what_took_how_long(cluster):
     began = time.monotonic()
-    up = cluster.cli("up", "-f", str(cluster.file))
+    up = cluster.run("tandem up")
     assert up.returncode == 0, up.stdout + up.stderr
     cluster.phases["tandem up"] = time.monotonic() - began
     for worker in ("gateway-1", "prefill-1", "decode-1"):
@@ -174,19 +191,22 @@ def test_up_serves_and_says_what_took_how_long(cluster):
         write_record(
             directory, result, note="2 CPU cores shared with other work; scripted model; 2 Ray nodes on loopback"
         )
-    assert cluster.cli("up", "-f", str(cluster.file)).returncode == 3, "a second of that name is refused"
+    assert "gateway-1" in cluster.run("tandem status").stdout
+    with pytest.raises(ConfigError, match="already runs there"):
+        client.start(RayPlan(spec=ClusterSpec(), needs={}), lambda _: None)
     assert {p["domain"] for p in cluster.processes()} <= {"", "a", "b"}
 
 
 def test_each_pool_scales_alone_under_load_and_its_groups_come_and_go(cluster):
-    assert groups() == ["tandem-t6/prefill-1"], "prefill workers span two nodes here, decode workers one"
+    assert groups() == ["tandem-default/prefill-1"], "prefill workers span two nodes here, decode workers one"
     before = cluster.pids()
     with Load(cluster) as load:
-        more = cluster.cli("scale", "decode=2")
+        more = cluster.run("tandem scale")
         wide = cluster.ask({"command": "scale", "pools": {"prefill": 2}})
-        assert groups() == ["tandem-t6/prefill-1", "tandem-t6/prefill-2"]
+        assert groups() == ["tandem-default/prefill-1", "tandem-default/prefill-2"]
         cluster.ask({"command": "drain", "worker": "prefill-1"})
-        cluster.ask({"command": "scale", "pools": {"decode": 1}})
+        less = cluster.run("tandem drain")
+    assert less.returncode == 0, less.stderr
     assert more.returncode == 0, more.stderr
     assert "decode-2: ready" in more.stdout
     assert len(wide["processes"]) == 5
@@ -194,7 +214,7 @@ def test_each_pool_scales_alone_under_load_and_its_groups_come_and_go(cluster):
     assert {k: v for k, v in cluster.pids().items() if k != "prefill-2"} == {
         k: v for k, v in before.items() if k != "prefill-1"
     }, "who was not asked stays who it was"
-    assert groups() == ["tandem-t6/prefill-2"]
+    assert groups() == ["tandem-default/prefill-2"]
 
 
 def test_a_killed_controller_cuts_nothing_and_the_next_one_knows_all(cluster):
@@ -208,7 +228,7 @@ def test_a_killed_controller_cuts_nothing_and_the_next_one_knows_all(cluster):
     load.assert_whole()
     assert cluster.pids() == before
     assert actor_pid("ControllerActor") != old
-    assert groups() == ["tandem-t6/prefill-2"]
+    assert groups() == ["tandem-default/prefill-2"]
 
 
 def epoch(cluster) -> int:
@@ -221,7 +241,7 @@ def epoch(cluster) -> int:
 def test_workers_and_gateway_roll_under_load(cluster):
     before = set(cluster.pids().values())
     with Load(cluster) as load:
-        run = cluster.cli("rollout", "--set", "gateway:retries.max_crashes=1", "--set", "all:drain.budget_s=15.0")
+        run = cluster.run("tandem rollout", " --set gateway:retries.max_crashes=1")
     assert run.returncode == 0, run.stdout + run.stderr
     load.assert_whole()
     assert before.isdisjoint(cluster.pids().values()), "every process is a new one"
@@ -229,7 +249,7 @@ def test_workers_and_gateway_roll_under_load(cluster):
 
 def test_a_killed_supervisor_is_replaced_under_a_new_name(cluster):
     name = next(iter(cluster.pids("decode")))
-    client.ray.kill(client.ray.get_actor(name, namespace="tandem-t6"), no_restart=True)
+    client.ray.kill(client.ray.get_actor(name, namespace="tandem-default"), no_restart=True)
     wait_for(lambda: name not in cluster.pids("decode") and cluster.settled(decode=1), WAIT_S, "no replacement")
     # Its process drains: it may serve for 15 s more, and nobody else may be called like it.
     cluster.ask({"command": "scale", "pools": {"decode": 2}})
@@ -258,9 +278,18 @@ def test_the_same_exit_without_a_drain_does_cut_a_stream(cluster):
 
 def test_down_leaves_nothing(cluster):
     pids = list(cluster.pids().values())
-    down = cluster.cli("down", "--budget-s", "10")
+    down = cluster.run("tandem down")
     assert down.returncode == 0, down.stdout + down.stderr
     assert groups() == []
-    assert [a for a in client.ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "tandem-t6"] == []
+    assert [
+        a for a in client.ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "tandem-default"
+    ] == []
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
-    assert cluster.cli("status").returncode == 3
+    assert cluster.shell("tandem status --on ray").returncode == 3
+
+
+def test_every_command_of_the_page_was_run(cluster):
+    for _ in range(2):
+        checked = cluster.run("tandem validate")
+        assert checked.returncode == 0, checked.stderr
+    assert cluster.left == []
