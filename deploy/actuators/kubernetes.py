@@ -38,10 +38,10 @@ class KubernetesActuator:
         *,
         namespace: str,
         remove_timeout_s: float,
-        drain: Callable[[str, int], None] | None = None,
+        drain: Callable[[Body], None] | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """`drain` asks a pod (address, port) to drain; blocking, raises OSError."""
+        """`drain` asks a pod to drain; blocking, raises OSError or ConfigError."""
         self._api = api
         self._clock = clock
         self._namespace = namespace
@@ -65,10 +65,9 @@ class KubernetesActuator:
         role = str(pod["metadata"]["labels"][ROLE_LABEL])
         annotation = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": LEAVING_COST}}}
         await asyncio.to_thread(self._api.patch, f"api/v1:pods/{worker_id}", annotation)
-        address, port = pod["status"].get("podIP", ""), metrics_port(pod)
         try:
-            await asyncio.to_thread(self._drain, address, port)
-        except (OSError, http.client.HTTPException) as error:
+            await asyncio.to_thread(self._drain, pod)
+        except (OSError, http.client.HTTPException, ConfigError) as error:
             # Dead or cut off: not ready already, or soon.
             _LOG.warning("%s does not take its goodbye: %s", worker_id, error)
         if not await self._until(worker_id, lambda p: p is None or not is_ready(p), NOT_READY_S):
@@ -162,9 +161,11 @@ def metrics_port(pod: Body) -> int:
     return next((int(port["containerPort"]) for port in ports if port.get("name") == "metrics"), 9400)
 
 
-def post_drain(address: str, port: int) -> None:
-    """Ask a pod's process to drain; blocking."""
-    connection = http.client.HTTPConnection(address, port, timeout=DRAIN_TIMEOUT_S)
+def post_drain(pod: Body) -> None:
+    """Ask a pod's process to drain, from inside of the cluster; blocking, raises OSError."""
+    connection = http.client.HTTPConnection(
+        str(pod["status"].get("podIP", "")), metrics_port(pod), timeout=DRAIN_TIMEOUT_S
+    )
     try:
         connection.request("POST", "/drain")
         connection.getresponse().read()

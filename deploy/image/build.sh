@@ -17,12 +17,12 @@ fi
 export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-overlay}
 if ! buildah images -q localhost/tandem-base:12 2>/dev/null | grep -q .; then
   mkdir -p "$cache/base"; ln -f "$cache/base.tar" "$cache/base/base.tar"
-  printf 'FROM scratch\nADD base.tar /\nRUN ["/bin/rm", "-rf", "/var/lib/apt/lists", "/var/cache/apt"]\n' > "$cache/base/Containerfile"
+  printf 'FROM scratch\nADD base.tar /\nRUN rm -rf /var/lib/apt/lists /var/cache/apt /usr/share/perl /usr/lib/x86_64-linux-gnu/perl* /usr/bin/perl* /usr/lib/x86_64-linux-gnu/gconv /usr/share/zoneinfo\n' > "$cache/base/Containerfile"
   buildah bud -q --squash -t localhost/tandem-base:12 "$cache/base"
 fi
-deploy/image/wheelhouse.sh "$cache/context/wheelhouse"
+deploy/image/wheelhouse.sh "$cache/context"
 for target in gateway worker; do
   buildah bud -q --layers --target "$target" --build-arg REVISION="$(git rev-parse HEAD)" -f deploy/image/Containerfile \
     -t "localhost/tandem-$target:dev" "$cache/context"
 done
-buildah images localhost/tandem-gateway:dev localhost/tandem-worker:dev || buildah images | grep tandem
+buildah images | grep localhost/tandem

@@ -24,10 +24,8 @@ class FakeKubernetesApi:
         self.before_put = None
         """Called before each write: another writer's chance."""
 
-    def drain(self, address, _port):
-        for pod in self.pods.values():
-            if pod["status"]["podIP"] == address:
-                pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    def drain(self, pod):
+        self.pods[pod["metadata"]["name"]]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
     def get(self, path, query=None):
         if path == LEASE:

@@ -1,0 +1,304 @@
+"""T5: our manifests on a real Kubernetes in namespaces, under load: `make lab-k8s`. Debian 12, root, about ten minutes.
+
+Scales, drains, rolls, evicts and cuts off; every stream's text is compared with what it must be. The naive variant of
+the same manifests, without a goodbye, must cut streams: else the proof would prove nothing.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import secrets
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.record import write_record
+from core.clock import SystemClock
+from deploy.actuators.kubectl_api import KubectlApi
+from deploy.actuators.kubernetes import KubernetesActuator, is_ready, metrics_port
+from deploy.lab.kubernetes import PREFIX, Lab, sh, wait_for
+from deploy.validate_k8s import build
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "tandem"
+ROLLED_S = 240.0
+SEEN_S = 300.0
+
+
+class Proof:
+    """One run on one lab; `facts` becomes the record."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.facts: dict[str, object] = {}
+        kubectl = ("ip", "netns", "exec", f"{PREFIX}cp", "kubectl", "--kubeconfig", str(lab.state / "kubeconfig"))
+        self.api = KubectlApi(NAMESPACE, kubectl)
+        self.actuator = KubernetesActuator(
+            self.api,
+            SystemClock(),
+            namespace=NAMESPACE,
+            remove_timeout_s=120.0,
+            drain=lambda pod: self.api.drain(pod["metadata"]["name"], metrics_port(pod)),
+        )
+        self.url = ""
+
+    def note(self, name, value):
+        self.facts[name] = value
+        print(f"{time.strftime('%H:%M:%S')} {name}: {json.dumps(value)}", flush=True)
+
+    def pods(self, role):
+        query = {"labelSelector": f"tandem/role={role}"}
+        return [p for p in self.api.get("api/v1:pods", query)["items"] if not p["metadata"].get("deletionTimestamp")]
+
+    def ready(self, role):
+        return [p for p in self.pods(role) if is_ready(p)]
+
+    def names(self, role):
+        return sorted(p["metadata"]["name"] for p in self.pods(role))
+
+    def has(self, role, count, timeout_s=ROLLED_S):
+        return round(
+            wait_for(lambda: len(self.ready(role)) == len(self.pods(role)) == count, timeout_s, f"{count} {role}"), 1
+        )
+
+    def install(self):
+        self.lab.kubectl("create", "namespace", NAMESPACE)
+        (self.lab.state / "secret").write_text(secrets.token_hex(16))
+        self.lab.kubectl("-n", NAMESPACE, "create", "secret", "generic", "tandem-cluster", f"--from-file=secret={self.lab.state / 'secret'}")  # fmt: skip
+        docs = build(ROOT / "deploy/k8s/overlays/ci")
+        (self.lab.state / "manifests.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": docs}))
+        begun = time.monotonic()
+        self.lab.kubectl("apply", "-f", str(self.lab.state / "manifests.json"))
+        for role, count in (("gateway", 2), ("prefill", 2), ("decode", 2), ("controller", 1)):
+            self.has(role, count, SEEN_S)
+        service = self.api.get("api/v1:services/gateway")
+        self.url = f"http://{service['spec']['clusterIP']}"
+        ready_s = time.monotonic() - begun
+        answer = self.ask(self.url)
+        assert answer["choices"][0]["finish_reason"], answer
+        self.note("A1 apply to ready, to first answer (s)", [round(ready_s, 1), round(time.monotonic() - begun, 1)])
+
+    def ask(self, url, timeout_s=30):
+        body = json.dumps({"model": "scripted", "prompt": "The quick brown fox", "max_tokens": 8})
+        text = sh(*self.on("w0"), "curl", "-s", "-m", str(timeout_s), "-H", "content-type: application/json", "-d", body, f"{url}/v1/completions")  # fmt: skip
+        return json.loads(text)
+
+    def on(self, node):
+        return ("nsenter", f"--net=/run/netns/{PREFIX}{node}")
+
+    @contextlib.contextmanager
+    def load(self, name, url=None, concurrency=6):
+        """Streams from node w0 as long as the body runs; notes how many there were and what was wrong with them."""
+        stop = self.lab.state / f"stop-{len(self.facts)}"
+        command = [*self.on("w0"), sys.executable, "-m", "tests.deploy.stream_load", url or self.url, str(stop), str(concurrency)]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        time.sleep(3)
+        result = {}
+        try:
+            yield result
+        finally:
+            time.sleep(2)
+            stop.touch()
+            result |= json.loads(process.communicate(timeout=240)[0])
+            self.note(name, {**result, "faults": len(result["faults"]), "first faults": result["faults"][:3]})
+
+    # What is shown.
+
+    def rights(self):
+        """The controller's account may do what it needs and nothing else."""
+        account = f"--as=system:serviceaccount:{NAMESPACE}:tandem-controller"
+        asked = {
+            "update deployments/scale decode": ("update", "deployments.apps/decode", "--subresource=scale"),
+            "patch pods": ("patch", "pods"),
+            "update its lease": ("update", "leases.coordination.k8s.io/tandem-controller"),
+            "NOT update deployments/scale gateway": ("update", "deployments.apps/gateway", "--subresource=scale"),
+            "NOT update deployments": ("update", "deployments.apps/decode"),
+            "NOT delete pods": ("delete", "pods"),
+            "NOT read secrets": ("get", "secrets"),
+        }
+        found = {
+            name: self.lab.kubectl("auth", "can-i", *verb, "-n", NAMESPACE, account, check=False).splitlines()[-1]
+            for name, verb in asked.items()
+        }
+        self.note("A15 rights of the controller", found)
+        assert all((answer == "no") == name.startswith("NOT") for name, answer in found.items()), found
+
+    def scale(self):
+        """A2: each pool alone, both directions, under load; the other one is not touched."""
+        others = {"decode": self.names("prefill"), "prefill": self.names("decode")}
+        took = {}
+        with self.load("A2 streams while each pool is scaled up and down") as result:
+            for role, other in (("decode", "prefill"), ("prefill", "decode")):
+                begun = time.monotonic()
+                asyncio.run(self.actuator.ensure(role, 3, fence=0))
+                self.has(role, 3)
+                took[f"{role} 2 -> 3"] = round(time.monotonic() - begun, 1)
+                victim = self.names(role)[0]
+                begun = time.monotonic()
+                asyncio.run(self.actuator.remove(victim, fence=0))
+                took[f"{role} 3 -> 2"] = round(time.monotonic() - begun, 1)
+                assert victim not in self.names(role), f"A13: {victim} drained, another one was removed"
+                assert self.names(other) == others[role], f"{other} was touched"
+        self.note("A2 seconds", took)
+        assert result["faults"] == []
+
+    def victims(self):
+        """A13: the pod that drained is the one that goes, whichever it is."""
+        asyncio.run(self.actuator.ensure("decode", 4, fence=0))
+        self.has("decode", 4)
+        chosen = [self.names("decode")[i] for i in (0, 2)]
+        for victim in chosen:
+            before = set(self.names("decode"))
+            asyncio.run(self.actuator.remove(victim, fence=0))
+            assert before - set(self.names("decode")) == {victim}
+        self.note("A13 drained and removed", f"{len(chosen)} of {len(chosen)}")
+
+    def rollout(self):
+        """A4: workers, then gateways, are replaced under load."""
+        for roles, name in ((("decode", "prefill"), "workers"), (("gateway",), "gateways")):
+            begun = time.monotonic()
+            with self.load(f"A4 streams while {name} are replaced") as result:
+                for role in roles:
+                    self.lab.kubectl("-n", NAMESPACE, "rollout", "restart", f"deployment/{role}")
+                    self.lab.kubectl(
+                        "-n", NAMESPACE, "rollout", "status", f"deployment/{role}", f"--timeout={ROLLED_S:g}s"
+                    )
+                    wait_for(lambda role=role: len(self.ready(role)) == 2, ROLLED_S, role)
+            self.note(f"A4 seconds for {name}", round(time.monotonic() - begun, 1))
+            assert result["faults"] == []
+
+    def eviction(self):
+        """A14: a node is drained under load; the budgets hold."""
+        least = {"gateway": 9, "prefill": 9, "decode": 9}
+        with self.load("A14 streams while a node is drained") as result:
+            command = ["drain", "w1", "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s"]
+            api = ("ip", "netns", "exec", f"{PREFIX}cp", "kubectl", "--kubeconfig", str(self.lab.state / "kubeconfig"))
+            begun = time.monotonic()
+            draining = subprocess.Popen([*api, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while draining.poll() is None:
+                least = {role: min(count, len(self.ready(role))) for role, count in least.items()}
+                time.sleep(0.5)
+            took = time.monotonic() - begun
+            assert draining.returncode == 0
+            for role in least:
+                self.has(role, 2)
+        self.lab.kubectl("uncordon", "w1")
+        self.note("A14 drained in (s), least that were ready", [round(took, 1), least])
+        assert result["faults"] == []
+        assert min(least.values()) >= 1
+
+    def cut_off(self):
+        """A6/A7: a node without its cable: no new traffic goes there, what it held is replaced, it comes back."""
+        for role in ("prefill", "decode", "gateway"):  # spread again
+            self.lab.kubectl("-n", NAMESPACE, "rollout", "restart", f"deployment/{role}")
+        for role in ("prefill", "decode", "gateway"):
+            self.lab.kubectl("-n", NAMESPACE, "rollout", "status", f"deployment/{role}", f"--timeout={ROLLED_S:g}s")
+            self.has(role, 2)
+        where = {
+            role: sorted(p["spec"]["nodeName"] for p in self.pods(role)) for role in ("gateway", "prefill", "decode")
+        }
+        self.note("A7 where pods are", where)
+        (gateway,) = (p for p in self.pods("gateway") if p["spec"]["nodeName"] == "w0")
+        address = gateway["status"]["podIP"]
+        lost = {
+            p["metadata"]["name"] for r in ("prefill", "decode") for p in self.pods(r) if p["spec"]["nodeName"] == "w1"
+        }
+        assert lost, "no worker is on the node that is to be cut off"
+        self.lab.cut("w1", is_up=False)
+        begun = time.monotonic()
+        unknown = wait_for(lambda: not lost & self.workers_at(address), 20, "the leases")
+        self.note("A7 the other node's gateway knows the lost workers no more after (s)", round(unknown, 2))
+        answer = self.ask(f"http://{address}:8000")
+        self.note("A7 first answer after the cut (s)", round(time.monotonic() - begun, 2))
+        assert answer["choices"][0]["finish_reason"], answer
+        for role in ("decode", "prefill"):
+            wait_for(
+                lambda role=role: len([p for p in self.ready(role) if p["spec"]["nodeName"] == "w0"]) >= 2, SEEN_S, role
+            )
+        self.note("A7 replaced after (s)", round(time.monotonic() - begun, 1))
+        self.lab.cut("w1", is_up=True)
+        wait_for(lambda: self.lab.ready_nodes() == {"w0", "w1"}, 60, "the node")
+        for role in ("gateway", "prefill", "decode"):
+            self.has(role, 2)
+        answer = self.ask(self.url)
+        assert answer["choices"][0]["finish_reason"], answer
+        self.note("A7 whole again after (s)", round(time.monotonic() - begun, 1))
+
+    def workers_at(self, address):
+        """Ids of the workers that a gateway routes to, from its health listener."""
+        text = sh(*self.on("w0"), "curl", "-s", "-m", "2", f"http://{address}:9400/statusz", check=False)
+        return {w["id"] for w in json.loads(text).get("workers", []) if w.get("routable")} if text else set()
+
+    def naive(self):
+        """The same manifests without a goodbye: streams must be cut, else the proof above proves nothing."""
+        patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1, "containers": [{"name": "gateway", "lifecycle": None}]}}}}  # fmt: skip
+        self.lab.kubectl("-n", NAMESPACE, "patch", "deployment", "gateway", "-p", json.dumps(patch))
+        self.lab.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/gateway", f"--timeout={ROLLED_S:g}s")
+        self.has("gateway", 2)
+        with self.load("A4 negative control: streams while naive gateways are replaced") as result:
+            self.lab.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/gateway")
+            self.lab.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/gateway", f"--timeout={ROLLED_S:g}s")
+            self.has("gateway", 2)
+        assert result["faults"], "the naive variant cut nothing: the proof cannot fail"
+
+    def transferred(self):
+        """A18: KV really moved between pods."""
+        total = {}
+        for role in ("prefill", "decode"):
+            for pod in self.ready(role):
+                text = sh(*self.on("w0"), "curl", "-s", "-m", "3", f"http://{pod['status']['podIP']}:9400/metrics")
+                for line in text.splitlines():
+                    if line.startswith(("tandem_transfer_landed_bytes_total", "tandem_decode_recomputed")):
+                        total[line.split("{")[0].split()[0]] = total.get(line.split("{")[0].split()[0], 0) + float(
+                            line.split()[-1]
+                        )
+        self.note("A18 bytes landed by tcp", total)
+
+
+CHECKS = ("rights", "scale", "transferred", "victims", "rollout", "eviction", "cut_off", "naive")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--binaries", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True, help="folder of image archives")
+    parser.add_argument("--state", type=Path, default=Path("/tmp/tandem-lab"))
+    parser.add_argument("--record", default="")
+    parser.add_argument("--only", nargs="*", default=CHECKS)
+    options = parser.parse_args()
+    lab = Lab(options.state, options.binaries, ["w0", "w1"])
+    proof, failed = Proof(lab), []
+    try:
+        proof.note("lab up (s)", lab.up(sorted(options.images.glob("*.tar"))))
+        proof.install()
+        for check in options.only:
+            try:
+                getattr(proof, check)()
+            except Exception as error:
+                traceback.print_exc()
+                failed.append(f"{check}: {error}")
+    except BaseException:
+        for name in ("get pods -A -o wide", "get events -A"):
+            print(lab.kubectl(*name.split(), check=False)[-6000:], file=sys.stderr)
+        raise
+    finally:
+        if failed:
+            print(lab.kubectl("get", "pods", "-A", "-o", "wide", check=False), file=sys.stderr)
+        begun = time.monotonic()
+        lab.down()
+        proof.note("lab down (s)", round(time.monotonic() - begun, 1))
+    proof.note("failed", failed)
+    if options.record:
+        write_record(
+            options.record,
+            proof.facts,
+            note="Kubernetes 1.20.2 from Debian's source, 2 nodes in namespaces, overlay ci",
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
