@@ -1,4 +1,3 @@
-# pyright: basic
 """Compiles every kernel for chips that need not be here, from the very launches that the launchers make.
 
 A launch on CPU tensors is caught before the driver and gives signature, constants and options. What came out is a fact
@@ -13,7 +12,7 @@ import inspect
 import json
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,20 +133,23 @@ def _task(at: tuple[int, str]) -> tuple[str, dict[str, Any]]:
     return launch.key(at[1]), {"op": op, **facts(launch, at[1])}
 
 
-def update(known: dict[str, Any], chips: tuple[str, ...], workers: int = 2) -> dict[str, Any]:
-    """Return the facts of all wanted launches on the chips: known ones as they are, others compiled now."""
-    todo, kept = [], {}
-    for i, (_, launch) in enumerate(wanted()):
-        for chip in chips:
+def kept_and_missing(known: dict[str, Any], chips: tuple[str, ...]) -> tuple[dict[str, Any], list[tuple[int, str]]]:
+    """Return the known facts that still hold, and what is to be compiled: number among the wanted, chip."""
+    kept, missing = {}, []
+    for chip in chips:
+        for i, (_, launch) in enumerate(wanted()):
             key = launch.key(chip)
             if key in known:
                 kept[key] = known[key]
             else:
-                todo.append((i, chip))
-    if len(todo) < 3:
-        return kept | dict(map(_task, todo))
-    with ProcessPoolExecutor(workers) as pool:
-        return kept | dict(pool.map(_task, todo))
+                missing.append((i, chip))
+    return kept, missing
+
+
+def write(path: Path, facts_by_key: dict[str, Any]) -> None:
+    """Write facts in a stable order, a line each."""
+    rows = sorted(facts_by_key.items(), key=lambda row: (row[1]["op"], row[1]["kernel"], row[1]["chip"], row[0]))
+    path.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in rows) + "\n}\n")
 
 
 def main() -> int:
@@ -156,11 +158,15 @@ def main() -> int:
     parser.add_argument("--chips", default=",".join(TARGETS))
     options = parser.parse_args()
     known = json.loads(options.update.read_text()) if options.update.exists() else {}
-    made = update(known, tuple(options.chips.split(",")))
-    rows = sorted(made.items(), key=lambda row: (row[1]["op"], row[1]["kernel"], row[1]["chip"]))
-    options.update.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in rows) + "\n}\n")
-    for _, row in rows:
-        print(row["op"], row["kernel"], row["chip"], *row["matrix"], f"{row['shared']} B shared")
+    kept, missing = kept_and_missing(known, tuple(options.chips.split(",")))
+    with ProcessPoolExecutor(2) as pool:
+        # Written as they come: compiling all takes minutes.
+        for done in as_completed([pool.submit(_task, one) for one in missing]):
+            key, found = done.result()
+            kept[key] = found
+            write(options.update, kept)
+            print(found, flush=True)
+    write(options.update, kept)
     return 0
 
 

@@ -1,4 +1,3 @@
-# pyright: basic
 """Makes Triton's interpreter round as hardware does: its own casts truncate bfloat16 and miss ties of e4m3, and its
 products of bfloat16 multiply bit patterns. Conversions go through torch; nothing else of the interpreter is touched.
 """
@@ -27,7 +26,7 @@ def _integer(kind: type) -> torch.dtype:
     return {np.uint32: torch.int32, np.uint16: torch.int16, np.uint8: torch.uint8}[kind]
 
 
-def _dot(builder: object, a: object, b: object, d: object, _precision: object, _imprecise: object) -> object:
+def _dot(_builder: object, a: object, b: object, d: object, _precision: object, _imprecise: object) -> object:
     left, right = (
         x.data if x.dtype.name == "fp32" else _convert(x.data, x.dtype, tl.float32, None).view(np.float32)
         for x in (a, b)

@@ -1,4 +1,3 @@
-# pyright: basic
 """Public kernels that do equal work, for the ops that have them. A peer gets random inputs in its own format, untimed.
 
 What a peer reads or leaves out is said in its name: FP8 weights and keys where ours are four bits, no SwiGLU, no merge of
@@ -39,7 +38,7 @@ def _fp8(*shape: int) -> torch.Tensor:
 
 def deep_gemm_logits(_: list[Inputs], size: Size) -> float:
     """Paged index logits over FP8 keys (132 bytes each) in pages of 64."""
-    import deep_gemm  # noqa: PLC0415
+    import deep_gemm
 
     b, rows, n, page = size["b"], size["rows"], size["n"], 64
 
@@ -64,7 +63,7 @@ def deep_gemm_logits(_: list[Inputs], size: Size) -> float:
 
 def flash_mla_v4(_: list[Inputs], size: Size) -> float:
     """Sparse decoding over V4 rows of 584 bytes, as many keys and heads."""
-    import flash_mla  # noqa: PLC0415
+    import flash_mla
 
     rows, block = size["b"] * size["rows"], 64
     num_blocks = max(64, size["b"] * (size["n"] + 128) // block)
@@ -95,7 +94,7 @@ def deep_gemm_masked(out: int, inner: int) -> Peer:
     """Grouped product of FP8 weights (twice the bytes), balanced, without what follows it."""
 
     def run(_: list[Inputs], size: Size) -> float:
-        import deep_gemm  # noqa: PLC0415
+        import deep_gemm
 
         experts, mean = size["e"], size["t"] * size["k"] // size["e"]
         most = max(64, mean)

@@ -1,4 +1,3 @@
-# pyright: basic
 """Times calls on a GPU: many of them in one CUDA graph over rotating inputs, so that neither launches nor caches flatter."""
 
 import statistics
@@ -66,5 +65,5 @@ def matmul_flops() -> dict[str, float]:
     bf16, _ = time_us([lambda: a @ b], 10)
     one = torch.ones((), device="cuda")
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-    fp8, _ = time_us([lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)], 10)
+    fp8, _ = time_us([lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)], 10)  # noqa: SLF001
     return {"bf16": 2 * n**3 / bf16 * 1e6, "fp8": 2 * n**3 / fp8 * 1e6}

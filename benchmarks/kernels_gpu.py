@@ -1,4 +1,3 @@
-# pyright: basic
 """Checks and times every kernel on a GPU beside its limit and its peers, and writes one record.
 
 ``python -m benchmarks.kernels_gpu --out kernels.json [--compiled] [op ...]``: correctness at the real sizes first (a
@@ -12,6 +11,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from benchmarks.kernel_peers import PEERS
 from benchmarks.kernel_timing import REPLAYS, copy_bandwidth, matmul_flops, sets_for, time_us
 from engine.kernels.ops import REFERENCE, TRITON
 
-
 HOST_LOOPS = frozenset({"index_scores", "sparse_attention", "experts_up", "experts_down", "sort_routes"})
 """Ops whose reference loops over sequences or experts on the host, which no compiler fuses."""
 
@@ -33,7 +32,7 @@ HOST_LOOPS = frozenset({"index_scores", "sparse_attention", "experts_up", "exper
 def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, compiled: bool) -> dict[str, object]:
     """Check and time one op at one size."""
     row: dict[str, object] = {"op": case.op, "size": size}
-    if wrong := check(case, size, "cuda", seed=int(time.time())):
+    if wrong := check(case, size, "cuda", seed=time.perf_counter_ns()):
         return row | {"wrong": wrong}
     generator = torch.Generator("cuda").manual_seed(1)
     first = case.make(generator, size)
@@ -51,13 +50,13 @@ def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, comp
 
 
 def _compiled(case: Case, inputs: list) -> float:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     function = torch.compile(REFERENCE.load(case.op), dynamic=False)
     function(*inputs[0].args)
     return time_us([lambda i=i: function(*i.args) for i in inputs[:4]], 20)[0]
 
 
-def peer(run) -> object:
+def peer(run: Callable[[], object]) -> object:
     """Return a peer's microseconds, or why it did not run."""
     try:
         return run()

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Ring commit: the last packed rows of a chunk move to where later steps read them."""
 
 import torch

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Number formats inside kernels: e4m3, e2m1, e8m0 on registers. The specification is `reference.formats`."""
 
 import triton

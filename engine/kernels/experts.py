@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """What both grouped expert products share: planes of activations, which tile a program works on, unpacked weights.
 
 Weights are the rows of the matrix product and activations its columns: few columns are what decoding has, and weights

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Second grouped expert product: FP4 weights times the quantized inner activations, put back into the order of pairs."""
 
 import torch

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Index scan: scores of all visible entries from their paged four-bit keys; rows of one sequence share the reading.
 
 Entries are the rows of the matrix product, so that unpacked keys need not leave registers, and heads its columns.

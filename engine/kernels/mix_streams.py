@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Mega mHC: expand a sublayer's output over the residual streams, collapse them with coefficients that are already
 known, normalise and quantize the next sublayer's input; every byte is read and written once.
 """

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Exact selection of the best k of many scores, in ascending order, ties to the lowest column.
 
 Scores become unsigned integers of the same order. A program holds a chunk of them in registers, finds the k-th largest

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Sorts (row, expert) pairs by expert, keeping the order of pairs: one launch, no atomics, the same result every time."""
 
 import torch

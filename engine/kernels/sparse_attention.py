@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Mega attention of decoding and verification: window and selected entries in one softmax with sinks, from packed rows.
 
 One program has all heads of one row and a part of its keys; parts are merged by a second kernel. A key is unpacked once,

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Compressed entries and their index keys from pending rows: pool, norm, rotate, pack to four bits, scatter.
 
 A first kernel pools and stores entries and leaves normalised latents; a second projects those to index keys and stores

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Window rows from their projection into their ring: norm, rotary embedding, quantization, packing, scatter."""
 
 import torch

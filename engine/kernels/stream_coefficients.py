@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Mixing coefficients of the residual streams: a skinny product with its mean square, split over K, then Sinkhorn.
 
 float32 weights come as three bfloat16 parts, whose sum is exact; the streams are bfloat16: so three matrix products with
@@ -44,7 +44,7 @@ def _partial(
 
 
 @triton.jit
-def _summed(PARTIAL, row, count, first, WIDTH: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr):
+def _summed(PARTIAL, row, count, first, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
     """Return [TILE, WIDTH]: columns `first`.. of all splits, summed."""
     split = tl.arange(0, SPLITS)[:, None, None]
     place = (split * count + row[None, :, None]) * _COLUMNS + first + tl.arange(0, WIDTH)[None, None, :]
@@ -63,9 +63,9 @@ def _finish(
     where = exists[:, None]
     place = tl.arange(0, SPLITS)[:, None] * count + row[None, :]
     squares = tl.sum(tl.load(SQUARES + place, mask=exists[None, :], other=0.0), axis=0)
-    pre = _summed(PARTIAL, row, count, 0, HC, SPLITS, TILE)
-    post = _summed(PARTIAL, row, count, HC, HC, SPLITS, TILE)
-    comb = _summed(PARTIAL, row, count, 2 * HC, HC * HC, SPLITS, TILE)
+    pre = _summed(PARTIAL, row, count, 0, HC, SPLITS)
+    post = _summed(PARTIAL, row, count, HC, HC, SPLITS)
+    comb = _summed(PARTIAL, row, count, 2 * HC, HC * HC, SPLITS)
     inverse = tl.rsqrt(squares / K + norm_eps)[:, None]
     pre = tl.sigmoid(pre * inverse * tl.load(SCALE) + tl.load(BASE + stream)) + eps
     post = 2.0 * tl.sigmoid(post * inverse * tl.load(SCALE + 1) + tl.load(BASE + HC + stream))

@@ -1,5 +1,7 @@
 """Specification of `engine.kernels.experts_up`."""
 
+from itertools import pairwise
+
 import torch
 from torch.nn import functional
 
@@ -23,7 +25,7 @@ def experts_up(
     made = torch.zeros(len(order), inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.zeros(len(order), inner // 32, dtype=torch.uint8, device=codes.device)
     borders = offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(borders, borders[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(borders)):
         if begin == end:
             continue
         pairs = order[begin:end].long()

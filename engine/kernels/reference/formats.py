@@ -122,7 +122,10 @@ def tiled(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
     """
     experts, rows, half = packed.shape
     codes = torch.stack((packed & 0xF, packed >> 4), -1).view(experts, rows, half // 8, 2, 2, 4).int()
-    halves = sum(((codes[..., n] >> (3 - k)) & 1) << bit for n, bits in enumerate(_BITS) for k, bit in enumerate(bits))
+    halves = torch.zeros_like(codes[..., 0])
+    for n, bits in enumerate(_BITS):
+        for k, bit in enumerate(bits):
+            halves |= ((codes[..., n] >> (3 - k)) & 1) << bit
     words = halves[..., 0, :] | (halves[..., 1, :] << 16)
     words = words.view(experts, rows // 64, 64, half // 64, 16).transpose(2, 3).contiguous()
     return words, scales.view(experts, rows // 64, 64, half // 64, 4).transpose(2, 3).contiguous()
@@ -133,6 +136,9 @@ def untiled(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, to
     experts, rows = len(words), words.shape[1] * 64
     words = words.transpose(2, 3).reshape(experts, rows, -1, 2)
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -2)
-    codes = [sum(((halves >> bit) & 1) << (3 - k) for k, bit in enumerate(bits)) for bits in _BITS]
-    packed = pack(torch.stack(codes, -1).flatten(2).to(torch.uint8))
+    codes = torch.zeros(*halves.shape, 4, dtype=torch.int32, device=words.device)
+    for n, bits in enumerate(_BITS):
+        for k, bit in enumerate(bits):
+            codes[..., n] |= ((halves >> bit) & 1) << (3 - k)
+    packed = pack(codes.flatten(2).to(torch.uint8))
     return packed, scales.transpose(2, 3).reshape(experts, rows, -1)
