@@ -38,7 +38,7 @@ up: .venv/.run  ## serve until Ctrl-C
 
 test: .venv/.dev  ## all tests of CI
 	$(BIN)/python -m pytest -q -n 2 -m "not long" tests/meta tests/unit tests/property
-	$(BIN)/python -m pytest -q -m "not long" tests/contract tests/integration tests/e2e
+	$(BIN)/python -m pytest -q -m "not long" tests/contract tests/integration tests/deploy tests/e2e
 
 lint: .venv/.dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
