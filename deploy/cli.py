@@ -22,6 +22,7 @@ from deploy.cluster_description import read_description
 from deploy.demo import run_demo
 from deploy.doctor import findings, run_doctor
 from deploy.doctor_transfer import judge, look
+from deploy.kubernetes_commands import k8s_ask
 from deploy.local.control import ask
 from deploy.local.described import spec_of
 from deploy.local.models import cache_directory, model_directory
@@ -66,8 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--name", default="default", help="name of the cluster (default: default)")
         command.add_argument("--run-dir", help="its run directory (default: ~/.tandem/run/NAME)")
-        command.add_argument("--on", choices=("local", "ray"), default="local", help="where it runs (default: here)")
+        command.add_argument(
+            "--on", choices=("local", "ray", "k8s"), default="local", help="where it runs (default: here)"
+        )
         command.add_argument("--address", default="auto", help="with --on ray: HOST:PORT of the Ray cluster")
+        command.add_argument("--namespace", default="tandem", help="with --on k8s (default: tandem)")
         return command
 
     up = add("up", "start a cluster: on this machine it serves until Ctrl-C, on Ray until `tandem down`")
@@ -164,10 +168,14 @@ def _positive(text: str) -> int:
 def _ask(options: argparse.Namespace, body: dict[str, object]) -> dict[str, object]:
     if options.on == "ray":
         return ray_ask(options.address, options.name, body, _say)
+    if options.on == "k8s":
+        return k8s_ask(options.namespace, body, _say)
     return ask(run_directory(options), body, _say)
 
 
 def _up(options: argparse.Namespace) -> int:
+    if options.on == "k8s":
+        raise ConfigError("on Kubernetes: tandem render --on k8s -f cluster.yaml --out FOLDER; kubectl apply -k FOLDER")
     if options.on == "ray":
         description = read_description(options.file) if options.file else None
         spec = with_flags(spec_on_hosts(description) if description else ClusterSpec(), options)
@@ -213,6 +221,8 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
+    if options.on == "k8s":
+        raise ConfigError("on Kubernetes: kubectl delete -k FOLDER")
     if options.on == "ray":
         return ray_down(options.address, options.name, options.budget_s, _say)
     body: dict[str, object] = {"command": "down"}

@@ -12,7 +12,9 @@ from core.errors import ConfigError
 from deploy.actuators.api import StaleFence
 from deploy.actuators.kubernetes import KubernetesActuator, instance_of
 from deploy.actuators.kubernetes_api import Conflict, HttpKubernetesApi
+from deploy.cli import main
 from deploy.controller.lease import DURATION_S, LeaseLock
+from deploy.kubernetes_commands import fence_of, scale
 from tests.fakes.certificates import Authority
 from tests.fakes.kubernetes import FakeKubernetesApi
 
@@ -207,3 +209,26 @@ def test_what_kubernetes_refuses_is_said_plainly(api_server):
     (account / "token").unlink()
     with pytest.raises(ConfigError, match="does not answer GET pods"):
         client.get("api/v1:pods")
+
+
+async def test_a_person_sizes_a_pool_in_the_name_of_the_leading_controller():
+    api = FakeKubernetesApi()
+    api.lease["spec"] = {"leaseTransitions": 7}
+    said = []
+    assert fence_of(api) == 7
+    await scale(an_actuator(api), "decode", 3, fence_of(api), said.append)
+    await scale(an_actuator(api), "decode", 1, fence_of(api), said.append)
+    assert (api.counts["decode"], api.deleted) == (1, ["decode-2", "decode-3"])
+    assert said == ["decode-2: draining", "decode-2: gone", "decode-3: draining", "decode-3: gone"]
+    with pytest.raises(ConfigError, match="prefill and decode"):
+        await scale(an_actuator(api), "gateway", 1, 7, said.append)
+    with pytest.raises(StaleFence):
+        await scale(an_actuator(api), "decode", 2, 6, said.append)
+
+
+@pytest.mark.parametrize("arguments", [["up"], ["down"], ["rollout", "--set", "all:engine.num_pages=64"]])
+def test_what_kubectl_does_is_left_to_it(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--on", "k8s"])
+    assert left.value.code == 3
+    assert "kubectl" in capsys.readouterr().err
