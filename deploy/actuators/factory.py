@@ -21,5 +21,7 @@ def actuator_for(place: str, target: str) -> Actuator:
         case "k8s":
             api = HttpKubernetesApi(target)
             return KubernetesActuator(api, SystemClock(), namespace=target, remove_timeout_s=REMOVE_TIMEOUT_S)
+        case "ray":
+            raise ConfigError("on Ray the cluster's own actor sizes the pools; use: tandem up --on ray --autoscale")
         case _:
             raise ConfigError(f"there is no place {place!r}; use local, ray or k8s")

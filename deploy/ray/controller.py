@@ -29,6 +29,7 @@ class RayController:
 
     def __init__(self, plan: RayPlan, port: RayPort, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._autoscale = plan.spec.autoscale
         self._lines: list[str] = []
         self._clock = SystemClock()
         self._launcher = RayLauncher(plan=plan, port=port, run_dir=run_dir, clock=self._clock, report=self._say)
@@ -61,7 +62,7 @@ class RayController:
             self._say(f"not all is well: {error.message}")
             raise
         finally:
-            if self._launcher.revision.spec.autoscale:
+            if self._autoscale:
                 self._scaling = self._start_scaler()
 
     async def _wait(self, progress: Progress) -> Reply:

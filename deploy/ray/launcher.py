@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from core.clock import Clock
 from core.errors import ConfigError, WorkerLost
 from deploy.local.launcher import GATEWAY_IDS, Launcher
@@ -33,7 +35,9 @@ class RayLauncher(Launcher):
     def __init__(
         self, *, plan: RayPlan, port: RayPort, run_dir: Path, clock: Clock, report: Callable[[str], None]
     ) -> None:
-        super().__init__(spec=plan.spec, run_dir=run_dir, model_dir=Path(plan.spec.model), clock=clock, report=report)
+        # The controller is this very actor, not a process to start.
+        spec = msgspec.structs.replace(plan.spec, autoscale=False)
+        super().__init__(spec=spec, run_dir=run_dir, model_dir=Path(plan.spec.model), clock=clock, report=report)
         self.epoch = 1
         self.secret = secrets.token_hex(32)
         self._plan = plan

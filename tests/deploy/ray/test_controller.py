@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import msgspec
 import pytest
@@ -255,3 +256,16 @@ def test_a_host_tells_its_process_only_what_its_configuration_knows(role, tmp_pa
     config = load(kind, None, [*own, *sets])
     assert (config.http.host if role == "gateway" else config.worker.host) == "10.0.0.7"
     assert role == "gateway" or config.worker.domain == "a"
+
+
+async def test_the_controller_hosts_the_autoscaler_with_its_epoch_as_the_fence(fake, tmp_path):
+    spec = msgspec.structs.replace(SPEC, autoscale=True, sets={"controller": ("controller.interval_s=0.05",)})
+    # Nobody listens at the gateways' addresses: figures are stale, so it holds, and says so.
+    async with running(fake, tmp_path, RayPlan(spec=spec, needs={}, membership_port=1)) as cluster:
+        journal = tmp_path / "controller-1.decisions.jsonl"
+        await cluster.becomes(lambda _: journal.exists() and journal.read_text().count("\n") >= 2)
+        entry = json.loads(journal.read_text().splitlines()[0])
+        assert (entry["fence"], entry["advisory"]) == (1, False)
+        assert {i["id"] for i in entry["signals"].get("instances", [])} <= set(await cluster.states())
+        assert len(await cluster.states()) == 4
+    assert (tmp_path / "controller.secret").stat().st_mode & 0o077 == 0
