@@ -9,10 +9,10 @@ NATIVE = nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 CLIENTS = sglang==0.5.23
 BIN = .venv/bin
 
-.PHONY: help demo up test lint fmt proto long fence soak setup setup-dev wheel clean
+.PHONY: help demo up test lint fmt proto long fence soak lab-image lab-k8s setup setup-dev wheel clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 .venv/.run: pyproject.toml constraints.txt
 	@echo "setting up .venv (first time: about two minutes)"
@@ -62,6 +62,18 @@ fence: .venv/.dev  ## no byte lands after `quiesced`: 20 rounds of every kind ov
 
 soak: .venv/.dev  ## 2,000 requests with kills and stalls over every transport, recorded
 	$(BIN)/python -m tests.fakes.soak --record transfer_soak
+
+LAB ?= build/lab
+
+lab-image: .venv/.dev  ## build the images and prove A17 on them (Debian 12, root)
+	deploy/image/build.sh $(LAB)/image
+	$(BIN)/python -m tests.deploy.image_proof
+
+lab-k8s: .venv/.dev  ## our manifests on a real Kubernetes in network namespaces, under load (Debian 12, root)
+	deploy/lab/k8s_build.sh $(LAB)/k8s
+	deploy/image/build.sh $(LAB)/image
+	deploy/lab/archives.sh $(LAB)/archives
+	$(BIN)/python -m tests.deploy.kubernetes_proof --binaries $(LAB)/k8s/bin --images $(LAB)/archives --record lab_k8s
 
 wheel: .venv/.dev  ## build the wheel and check what is in it
 	$(BIN)/python -m build --wheel --no-isolation

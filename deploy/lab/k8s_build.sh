@@ -7,6 +7,8 @@ set -euo pipefail
 out=$(realpath -m "${1:?folder}"); mkdir -p "$out"/{bin,apt/lists/partial,apt/cache/archives/partial,apt/parts,gopath/src/k8s.io}
 tools=(etcd-server containerd runc containernetworking-plugins iptables iproute2)
 command -v etcd containerd runc iptables ip >/dev/null || { apt-get update -qq; apt-get install -y -qq --no-install-recommends "${tools[@]}" >/dev/null; }
+# Debian's client is of the servers' own version; any other up to 1.33 will do.
+command -v kubectl >/dev/null || apt-get install -y -qq --no-install-recommends kubernetes-client >/dev/null
 [ -x "$out/bin/kube-proxy" ] && exit 0
 apt-get install -y -qq --no-install-recommends golang-1.19-go golang-1.19-src dpkg-dev "${tools[@]}" >/dev/null
 # The machine's own Debian sources, asked for source packages, in folders of our own.

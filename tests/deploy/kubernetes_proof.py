@@ -21,6 +21,7 @@ from deploy.actuators.kubectl_api import KubectlApi
 from deploy.actuators.kubernetes import KubernetesActuator, is_ready, metrics_port
 from deploy.lab.kubernetes import PREFIX, Lab, sh, wait_for
 from deploy.validate_k8s import build
+from tests.deploy.overlays import kubectl
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "tandem"
@@ -68,7 +69,7 @@ class Proof:
         self.lab.kubectl("create", "namespace", NAMESPACE)
         (self.lab.state / "secret").write_text(secrets.token_hex(16))
         self.lab.kubectl("-n", NAMESPACE, "create", "secret", "generic", "tandem-cluster", f"--from-file=secret={self.lab.state / 'secret'}")  # fmt: skip
-        docs = build(ROOT / "deploy/k8s/overlays/ci")
+        docs = build(ROOT / "deploy/k8s/overlays/ci", kubectl())
         (self.lab.state / "manifests.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": docs}))
         begun = time.monotonic()
         self.lab.kubectl("apply", "-f", str(self.lab.state / "manifests.json"))
