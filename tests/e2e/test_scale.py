@@ -27,9 +27,18 @@ def test_scaling_out_and_in_under_load_fails_no_request(tmp_path):
 
         thread = threading.Thread(target=load)
         thread.start()
+
+        def pids(role):
+            return {p["pid"] for p in cluster.processes(role)}
+
+        prefill = pids("prefill")
         out = cluster.cli("scale", "decode=3")
+        assert pids("prefill") == prefill, "the other pool is not touched"
+        decode = pids("decode")
         back = cluster.cli("scale", "prefill=1")
+        assert pids("decode") == decode
         less = cluster.cli("scale", "decode=1")
+        assert pids("prefill") < prefill
         done.set()
         thread.join()
         for run in (out, back, less):
