@@ -86,13 +86,16 @@ def spec_on_hosts(description: ClusterDescription) -> ClusterSpec:
 
 
 def missing_resources(plan: RayPlan, offered: Mapping[str, float]) -> str:
-    """Return one sentence that names what no node of the Ray cluster offers; empty if all is there."""
+    """Return one sentence that names the roles that no node of the Ray cluster takes; empty if there is none.
+
+    Too few are no fault: Ray's autoscaler may add nodes for supervisors that find no room.
+    """
     wanted = {GATEWAY: 1, "prefill": plan.spec.prefill, "decode": plan.spec.decode}
-    short = {role: n for role, n in wanted.items() if offered.get(role, 0) < n}
-    if not short:
+    missing = {role: n for role, n in wanted.items() if n and not offered.get(role)}
+    if not missing:
         return ""
-    flag = msgspec.json.encode(short).decode()
-    return f"the Ray cluster lacks room for {', '.join(short)}; start nodes with: ray start --resources '{flag}'"
+    flag = msgspec.json.encode(missing).decode()
+    return f"no node of the Ray cluster takes {', '.join(missing)}; start one with: ray start --resources '{flag}'"
 
 
 def choose_domain(domains: Sequence[str], taken: Sequence[str], slices: int) -> str:

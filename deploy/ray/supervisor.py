@@ -5,14 +5,17 @@ Data never passes through here: the process serves on ports of its own.
 
 import asyncio
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from core.clock import Clock
 from core.errors import ConfigError
+from deploy.local.launcher import GATEWAY_IDS
 from deploy.local.models import cache_directory, model_directory
 from deploy.local.slot import Slot
 from deploy.ray.api import End, Order, Told
+from deploy.ray.shared_listener import SharedListener, take_listener
 from deploy.sweep import SHARED_MEMORY
 from kv_transfer.memory import sweep_stale_segments
 
@@ -30,6 +33,7 @@ class HostSupervisor:
         self._order: Order | None = None
         self._slot: Slot | None = None
         self._started = asyncio.Event()
+        self._listener: SharedListener | None = None
 
     async def start(self, order: Order) -> Told:
         if self._order is not None:
@@ -46,6 +50,7 @@ class HostSupervisor:
             slot_id=order.slot_id, role=order.role, revision=order.revision, run_dir=self._run_dir, clock=self._clock
         )
         sets = [
+            *self._listen(slot),
             *host_sets(
                 order.role, host=self._host, domain=self._domain, run_dir=self._run_dir, secret=secret, model=model
             ),
@@ -55,6 +60,17 @@ class HostSupervisor:
         self._slot = slot
         self._started.set()
         return await self.told()
+
+    def _listen(self, slot: Slot) -> list[str]:
+        """Give a gateway the socket of the one before it; return the settings that say so."""
+        if slot.role != "gateway":
+            return []
+        assert self._order is not None, "it is being started"
+        port = int(tomllib.loads(self._order.config_toml)["http"]["port"])
+        others = [name for name in GATEWAY_IDS if name != slot.id]
+        self._listener = take_listener(str(self._run_dir), slot.id, others, self._host, port)
+        slot.inherits = (self._listener.fileno(),)
+        return [f"http.listener_fd={self._listener.fileno()}", "http.reuse_port=false"]
 
     async def told(self) -> Told:
         slot = self._slot
@@ -80,6 +96,9 @@ class HostSupervisor:
         slot = await self._running()
         assert slot.process is not None, "a slot that was started has a process"
         code = await slot.process.wait()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if code != 0:
             sweep_stale_segments(str(SHARED_MEMORY))
         tail = slot.log_tail()

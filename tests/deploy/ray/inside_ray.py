@@ -293,3 +293,10 @@ def test_every_command_of_the_page_was_run(cluster):
         checked = cluster.run("tandem validate")
         assert checked.returncode == 0, checked.stderr
     assert cluster.left == []
+
+
+def test_cost():
+    """Print the CPU seconds of all that: what is left of CI's budget depends on them."""
+    times = [p.cpu_times() for p in psutil.process_iter()]
+    total = sum(t.user + t.system + t.children_user + t.children_system for t in times)
+    print(f"CPU seconds: {total:.0f}")

@@ -45,6 +45,7 @@ def test_a_cluster_on_ray(tmp_path, short, needs_tool):
             "-m",
             "pytest",
             "-q",
+            "-rP",
             "-x",
             "-p",
             "no:cacheprovider",
@@ -60,4 +61,5 @@ def test_a_cluster_on_ray(tmp_path, short, needs_tool):
         check=False,
         timeout=800,
     )
+    print(run.stdout)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
