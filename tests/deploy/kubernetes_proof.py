@@ -8,7 +8,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from deploy.actuators.kubernetes import KubernetesActuator, is_ready, metrics_po
 from deploy.lab.kubernetes import PREFIX, Lab, sh, wait_for
 from deploy.validate_k8s import build
 from tests.deploy.overlays import kubectl
+from tests.deploy.test_docs_k8s import blocks, run
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "tandem"
@@ -233,6 +236,21 @@ class Proof:
         text = sh(*self.on("w0"), "curl", "-s", "-m", "2", f"http://{address}:9400/statusz", check=False)
         return {w["id"] for w in json.loads(text).get("workers", []) if w.get("routable")} if text else set()
 
+    def documented(self):
+        """A24: the page's commands that need a cluster, as they stand, in the namespace that is there already."""
+        programs = self.lab.state / "bin"
+        programs.mkdir()
+        wrapper = programs / "kubectl"
+        wrapper.write_text(f'#!/bin/sh\nexec ip netns exec {PREFIX}cp {shutil.which("kubectl")} --kubeconfig {self.lab.state}/kubeconfig "$@"\n')  # fmt: skip
+        wrapper.chmod(0o755)
+        (self.lab.state / "my-cluster").symlink_to(ROOT / "deploy/k8s/overlays/ci")
+        lines = [line for block in blocks("cluster") for line in block.splitlines() if " create " not in line]
+        for line in lines:
+            done = run(line, self.lab.state, f"{programs}:{ROOT}/.venv/bin:{os.environ['PATH']}")
+            assert done.returncode == 0, f"{line}: {done.stderr}"
+        self.has("decode", 2)
+        self.note("A24 commands of the page", lines)
+
     def naive(self):
         """The same manifests without a goodbye: streams must be cut, else the proof above proves nothing."""
         patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1, "containers": [{"name": "gateway", "lifecycle": None}]}}}}  # fmt: skip
@@ -259,7 +277,7 @@ class Proof:
         self.note("A18 bytes landed by tcp", total)
 
 
-CHECKS = ("rights", "scale", "transferred", "victims", "rollout", "eviction", "cut_off", "naive")
+CHECKS = ("rights", "scale", "transferred", "victims", "rollout", "eviction", "cut_off", "documented", "naive")
 
 
 def main():
