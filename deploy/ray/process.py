@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from core.aio import Tasks
 from core.errors import ConfigError, WorkerLost
-from core.lifecycle import EXIT_CRASH, EXIT_PREFLIGHT
-from deploy.ray.api import End, Order, Supervisor
+from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
+from deploy.ray.api import End, Order, Supervisor, Told
 
 _LOG = logging.getLogger(__name__)
 LOST = -1
@@ -40,6 +40,7 @@ class RemoteProcess:
         """It may still run somewhere: its name must not be given to another."""
         self._release = release
         self._supervisor: asyncio.Future[Supervisor] = asyncio.ensure_future(creation)
+        self._starting: asyncio.Future[Told] | None = None
         self._freed: asyncio.Task[End] | None = None
         self._signals: set[asyncio.Task[None]] = set()
         self._life = asyncio.create_task(self._live(order))
@@ -48,6 +49,9 @@ class RemoteProcess:
         return await asyncio.shield(self._life)
 
     def send_signal(self, signal: int, /) -> None:
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()  # no host has taken it yet: there is nothing to drain
+            return
         task = asyncio.create_task(self._signal(signal))
         self._signals.add(task)
         task.add_done_callback(self._signals.discard)
@@ -63,7 +67,7 @@ class RemoteProcess:
 
     def close(self) -> None:
         """Stop following it; the process goes on."""
-        for task in (self._life, self._freed, *self._signals):
+        for task in (self._life, self._starting, self._freed, *self._signals):
             if task is not None:
                 task.cancel()
 
@@ -91,7 +95,11 @@ class RemoteProcess:
     async def _until_end(self, order: Order | None) -> End:
         try:
             supervisor = await self._supervisor
-            told = await (supervisor.start(order) if order is not None else supervisor.told())
+            self._starting = asyncio.ensure_future(supervisor.start(order) if order is not None else supervisor.told())
+            await asyncio.wait({self._starting})
+            if self._starting.cancelled():
+                return End(code=EXIT_DRAINED, log_tail="it was told to leave before a host had taken it")
+            told = self._starting.result()
         except ConfigError as error:
             return End(code=EXIT_PREFLIGHT, log_tail=error.message)
         except WorkerLost as error:

@@ -32,6 +32,8 @@ class FakeSupervisor:
 
     async def start(self, order):
         await self._awake()
+        if self.ray.is_full:
+            await asyncio.Event().wait()
         if self.ray.refuses is not None:
             raise self.ray.refuses
         self.order = order
@@ -81,6 +83,7 @@ class FakeRay:
         self.saved = None
         self.nodes = ["a", "b"]
         self.refuses = None
+        self.is_full = False
 
     async def create(self, name, role, needs, domain):
         assert name not in self.supervisors, f"Ray refuses a second {name}"

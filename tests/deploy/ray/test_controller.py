@@ -212,6 +212,16 @@ async def test_what_ray_refuses_is_a_crash_with_its_words_and_no_slow_start(fake
     await cluster.ask("down", budget_s=0.1)
 
 
+async def test_a_worker_that_no_host_has_room_for_can_be_taken_back_at_once(fake, tmp_path):
+    async with running(fake, tmp_path) as cluster:
+        fake.is_full = True
+        await cluster.ask("ensure", role="decode", count=3, fence=1)
+        assert (await cluster.states())["decode-3"] == "starting"
+        await cluster.ask("drain", worker="decode-3")
+        assert "decode-3" not in fake.supervisors
+        await cluster.ask("ensure", role="prefill", count=2, fence=1)  # and one that is still waiting when all ends
+
+
 async def test_groups_of_several_nodes_are_removed_with_their_worker(fake, tmp_path):
     plan = RayPlan(spec=SPEC, needs={"decode": Needs(nodes=2)})
     async with running(fake, tmp_path, plan) as cluster:

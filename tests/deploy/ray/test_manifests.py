@@ -11,8 +11,10 @@ import yaml
 from core.errors import ConfigError
 from deploy.cli import main
 from deploy.ray.manifests import RayClusterDoc, check_manifest, pod_templates
+from tests.deploy.ray.page import commands_of
 
-RAY = Path(__file__).resolve().parents[3] / "deploy" / "ray"
+ROOT = Path(__file__).resolve().parents[3]
+RAY = ROOT / "deploy" / "ray"
 
 
 def changed(name, tmp_path, change):
@@ -24,9 +26,12 @@ def changed(name, tmp_path, change):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cluster.yaml", "ray up"), ("raycluster.yaml", "RayCluster")])
-def test_a_shipped_manifest_is_well(name, kind, capsys):
+def test_a_shipped_manifest_is_well_by_the_command_of_the_page(name, kind, capsys, monkeypatch):
+    command = f"tandem validate --on ray deploy/ray/{name}"
+    assert command in commands_of((ROOT / "docs" / "deploy-ray.md").read_text())
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
-        main(["validate", "--on", "ray", str(RAY / name)])
+        main(command.split()[1:])
     assert ended.value.code == 0
     assert f"{kind}, nothing to complain about" in capsys.readouterr().out
 
