@@ -52,6 +52,8 @@ def _worker_facts(member: Member, ttl_s: float, now: float) -> dict[str, float]:
             "waiting_tokens": float(load.waiting_tokens),
             "waiting_requests": float(load.waiting_requests),
             "running_requests": float(load.running_requests),
+            "rows": float(load.rows_total),
+            "rows_used": float(load.rows_used),
             "prefill_tokens_per_s": load.prefill_tokens_per_s,
             "step_s": load.step_ms / 1000.0,
         }

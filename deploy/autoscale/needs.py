@@ -10,6 +10,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: float
     decode_kv: float
+    decode_rows: float
     decode_rate: float
     network_bound: bool
     """KV waits for the link, not for a worker."""
@@ -17,7 +18,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def decode(self) -> float:
         """Need of the decode pool before the TPOT rule."""
-        return max(self.decode_kv, self.decode_rate)
+        return max(self.decode_kv, self.decode_rows, self.decode_rate)
 
 
 def needs_of(rules: Rules, signals: Signals) -> Needs:
@@ -25,6 +26,7 @@ def needs_of(rules: Rules, signals: Signals) -> Needs:
 
     prefill = (inflow + queued / (0.5 TTFT)) / (fill x rate of one worker)
     decode  = max((live + waiting KV) / (fill x capacity), inflow of KV x life / (fill x capacity),
+                  requests / (fill x rows of one worker),
                   output rate / (fill x rate of one worker))
 
     The second term is Little's law: what the arrivals of now will hold, known one request's life before it is held.
@@ -40,6 +42,7 @@ def needs_of(rules: Rules, signals: Signals) -> Needs:
     return Needs(
         prefill=work / (rules.prefill_fill * prefill_rate),
         decode_kv=held / (rules.kv_fill * capacity),
+        decode_rows=signals.decode_requests / (rules.kv_fill * signals.decode_rows) if signals.decode_rows else 0.0,
         decode_rate=signals.output_tokens_per_s / (rules.decode_fill * decode_rate),
         network_bound=backlog_s > rules.link_share * rules.ttft_s,
     )

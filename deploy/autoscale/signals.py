@@ -39,6 +39,10 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """KV of requests that wait for room in a decode worker."""
     kv_capacity_tokens: float = 0.0
     """Of one decode worker; 0: unknown."""
+    decode_requests: float = 0.0
+    """Requests that decode workers run, and those that wait for a row that a running one holds."""
+    decode_rows: float = 0.0
+    """Of one decode worker; 0: unknown."""
     kv_inflow_tokens_per_s: float = 0.0
     """KV that arriving requests will hold when they end (prompt + answer), mean of the last 30 s."""
     request_life_s: float = 0.0

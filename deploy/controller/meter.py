@@ -4,6 +4,7 @@ Rates are differences of counters, gateway by gateway, so that a restarted or ne
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
@@ -14,6 +15,7 @@ from gateway.scaling_figures import OWN
 
 WINDOW_S = 30.0
 _RISING = ("prompt_tokens_total", "cached_tokens_total", "output_tokens_total", "ended_samples_total")
+_OPEN = ("in_flight_samples", "queued_samples")
 
 
 class Meter(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,20 +27,24 @@ class Meter(msgspec.Struct, frozen=True, kw_only=True):
 
     def add(self, now: float, gateways: Sequence[GatewayFigures]) -> "Meter":
         """Remember one reading and forget what is older than the window."""
-        reading = {g.incarnation: {name: g.values.get(OWN + name, 0.0) for name in _RISING} for g in gateways}
+        reading = {g.incarnation: {name: g.values.get(OWN + name, 0.0) for name in _RISING + _OPEN} for g in gateways}
         kept = tuple(entry for entry in self.seen if entry[0] >= now - WINDOW_S)
         rates = [w.get("prefill_tokens_per_s") for w in workers_of(gateways).values() if w.is_prefill]
         busy = [rate for rate in rates if rate > 0]
         rate = sum(busy) / len(busy) if busy else self.prefill_rate
         return Meter(seen=(*kept, (now, reading)), prefill_rate=rate)
 
-    def rate(self, name: str) -> float:
-        """Return the mean rise per second of a counter over the window; 0 before two readings."""
+    def arrivals(self) -> float:
+        """Return requests per second that came in over the window: those that ended, and how many more are open."""
+        return max(0.0, self.rate("ended_samples_total") + sum(self.rate(name, least=-inf) for name in _OPEN))
+
+    def rate(self, name: str, *, least: float = 0.0) -> float:
+        """Return the mean rise per second of a figure over the window; 0 before two readings."""
         if len(self.seen) < 2:
             return 0.0
         (begin, first), (end, last) = self.seen[0], self.seen[-1]
         rise = sum(
-            max(0.0, counters[name] - first[incarnation][name])
+            max(least, counters[name] - first[incarnation][name])
             for incarnation, counters in last.items()
             if incarnation in first
         )
@@ -58,6 +64,8 @@ def signals_of(
     )
     uncached = max(0.0, prompt - cached)
     mean_uncached = uncached / samples_per_s if samples_per_s > 0 else 0.0
+    # A full pool puts out what it can, however much arrives: what is asked for is told by the arrivals.
+    asked = max(output, meter.arrivals() * output / samples_per_s) if samples_per_s > 0 else output
     in_flight = own(gateways, "in_flight_samples")
     return Signals(
         now=now,
@@ -70,15 +78,23 @@ def signals_of(
         live_kv_tokens=_sum(decode, "kv_live_tokens"),
         waiting_kv_tokens=_sum(decode, "waiting_tokens"),
         kv_capacity_tokens=_sum(decode, "kv_tokens") / len(decode) if decode else 0.0,
+        decode_requests=sum(_decoding(w) for w in decode),
+        decode_rows=_sum(decode, "rows") / len(decode) if decode else 0.0,
         kv_inflow_tokens_per_s=prompt + output,
         request_life_s=in_flight / samples_per_s if samples_per_s > 0 else 0.0,
-        output_tokens_per_s=output,
+        output_tokens_per_s=asked,
         tpot_p95_s=max((w.get("step_s") for w in decode if w.get("running_requests") > 0), default=0.0),
     )
 
 
 def _sum(workers: Sequence[WorkerFacts], fact: str) -> float:
     return sum(worker.get(fact) for worker in workers)
+
+
+def _decoding(worker: WorkerFacts) -> float:
+    """Requests that one worker's decoding is for. Those that wait behind rows still being prefilled are not counted."""
+    running, used = worker.get("running_requests"), worker.get("rows_used")
+    return running + worker.get("waiting_requests") * (running / used if used > 0 else 0.0)
 
 
 def _count(instances: Sequence[Instance], role: str, workers: dict[str, WorkerFacts]) -> PoolCount:

@@ -133,6 +133,13 @@ def test_needs_follow_their_formula():
     assert needs.decode_rate == pytest.approx(1.0)
 
 
+def test_a_pool_without_free_rows_grows_although_its_kv_is_empty_and_its_output_cannot_rise():
+    full = {"output_tokens_per_s": 850.0, "decode_rows": 4.0, "live_kv_tokens": 100.0}
+    waiting = [{**full, "decode_requests": 12.0}] * 4
+    assert follow(waiting)[-1] == (1, 4)
+    assert follow([{**full, "decode_requests": 3.0}] * 4)[-1] == (1, 1)
+
+
 load = st.fixed_dictionaries(
     {
         "inflow_uncached_tokens_per_s": st.floats(0, 20_000),
@@ -140,6 +147,8 @@ load = st.fixed_dictionaries(
         "live_kv_tokens": st.floats(0, 2_000_000),
         "waiting_kv_tokens": st.floats(0, 500_000),
         "output_tokens_per_s": st.floats(0, 20_000),
+        "decode_requests": st.floats(0, 500),
+        "decode_rows": st.sampled_from([0.0, 32.0]),
         "tpot_p95_s": st.floats(0, 1),
         "age_s": st.sampled_from([0.0, 0.0, 0.0, 60.0]),
     }

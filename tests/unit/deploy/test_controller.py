@@ -172,6 +172,32 @@ def test_a_restarted_or_new_gateway_adds_no_false_rate():
     assert meter.rate("prompt_tokens_total") == pytest.approx(20.0)
 
 
+def told(meter, at, *, ended, output, open_requests, **facts):
+    workers = {"decode-1": {"is_ready": 1, "rows": 4, **facts}}
+    gateways = [
+        figures(
+            "a", workers=workers, ended_samples_total=ended, output_tokens_total=output, in_flight_samples=open_requests
+        )
+    ]
+    meter = meter.add(at, gateways)
+    return meter, signals_of(meter, gateways, [], now=at, age_s=0.0)
+
+
+def test_what_is_asked_of_a_full_pool_is_told_by_arrivals_and_not_by_its_output():
+    meter, _ = told(Meter(), 0.0, ended=0, output=0, open_requests=0)
+    _, seen = told(meter, 10.0, ended=20, output=1000, open_requests=40)
+    assert seen.output_tokens_per_s == pytest.approx(300.0)
+    meter, _ = told(Meter(), 0.0, ended=0, output=0, open_requests=40)
+    _, seen = told(meter, 10.0, ended=20, output=1000, open_requests=20)
+    assert seen.output_tokens_per_s == pytest.approx(100.0), "a queue that empties asks for no less than is put out"
+
+
+def test_requests_that_wait_behind_rows_in_prefill_are_no_reason_for_more_decode_workers():
+    held = {"waiting_requests": 8, "rows_used": 4}
+    assert told(Meter(), 0.0, ended=0, output=0, open_requests=0, running_requests=4, **held)[1].decode_requests == 12
+    assert told(Meter(), 0.0, ended=0, output=0, open_requests=0, running_requests=0, **held)[1].decode_requests == 0
+
+
 def test_what_is_draining_or_held_serves_nobody():
     instances = [
         Instance(id="decode-1", role="decode", state="ready"),
