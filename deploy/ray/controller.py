@@ -48,6 +48,12 @@ class RayController:
                 return {**self._launcher.describe(), "epoch": self._launcher.epoch}
             case other if not self._beginning.done():
                 raise ConfigError(f"the cluster is still starting; ask for {other!r} once it serves")
+            case "rollout":
+                answer = await self._commands.handle(command, progress)
+                if self._scaling is not None:  # its rules may be new
+                    await self._stop_scaler()
+                    self._scaling = self._start_scaler()
+                return answer
             case _:
                 return await self._commands.handle(command, progress)
 
@@ -80,13 +86,17 @@ class RayController:
 
     async def _down(self, budget_s: object) -> Reply:
         self._beginning.cancel()
+        await self._stop_scaler()
+        own_s = self._launcher.revision.spec.drain_s
+        await self._launcher.down(own_s if budget_s is None else float(str(budget_s)))
+        return {}
+
+    async def _stop_scaler(self) -> None:
         if self._scaling is not None:
             departure, task = self._scaling
             departure.begin()
             await asyncio.wait({task})
-        own_s = self._launcher.revision.spec.drain_s
-        await self._launcher.down(own_s if budget_s is None else float(str(budget_s)))
-        return {}
+            self._scaling = None
 
     def _start_scaler(self) -> tuple[Departure, asyncio.Task[None]]:
         """Size the pools from here: this actor is the one writer, its epoch the fence."""

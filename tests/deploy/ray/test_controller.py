@@ -268,7 +268,7 @@ def test_a_host_tells_its_process_only_what_its_configuration_knows(role, tmp_pa
     assert role == "gateway" or config.worker.domain == "a"
 
 
-async def test_the_controller_hosts_the_autoscaler_with_its_epoch_as_the_fence(fake, tmp_path):
+async def test_the_controller_hosts_the_autoscaler_with_its_epoch_as_the_fence(fake, tmp_path, monkeypatch):
     spec = msgspec.structs.replace(SPEC, autoscale=True, sets={"controller": ("controller.interval_s=0.05",)})
     # Nobody listens at the gateways' addresses: figures are stale, so it holds, and says so.
     async with running(fake, tmp_path, RayPlan(spec=spec, needs={}, membership_port=1)) as cluster:
@@ -278,4 +278,7 @@ async def test_the_controller_hosts_the_autoscaler_with_its_epoch_as_the_fence(f
         assert (entry["fence"], entry["advisory"]) == (1, False)
         assert {i["id"] for i in entry["signals"].get("instances", [])} <= set(await cluster.states())
         assert len(await cluster.states()) == 4
+        monkeypatch.setattr("deploy.local.rollout.routable", lambda _: set(fake.supervisors))
+        await cluster.ask("rollout", sets={"controller": ["autoscale.budget=7"]})
+        await cluster.becomes(lambda _: json.loads(journal.read_text().splitlines()[-1])["rules"]["budget"] == 7)
     assert (tmp_path / "controller.secret").stat().st_mode & 0o077 == 0
