@@ -23,7 +23,7 @@ from engine.models.scripted_v41 import (
     WEATHER_RESULT,
     prepare_scripted_v41,
 )
-from tests.fakes import sglang_client
+from tests.fakes import bare_client
 from tests.fakes.audit import held_pages
 from tests.fakes.deepseek import ARGUMENTS, WEATHER
 from tests.fakes.live_cluster import running_cluster, wait_for
@@ -183,10 +183,10 @@ def test_sglangs_benchmark_client_finishes_and_counts_as_we_do(cluster, tmp_path
         "--output-file": str(out),
         "--extra-request-body": json.dumps({"stream_options": {"include_usage": True}}),
     }
-    script = Path(sglang_client.__file__)
+    script = Path(bare_client.__file__)
     before = counted(cluster)
     run = subprocess.run(
-        [sys.executable, str(script), *(part for pair in flags.items() for part in pair), "--output-details"],
+        [sys.executable, str(script), "sglang", *(part for pair in flags.items() for part in pair), "--output-details"],
         capture_output=True,
         text=True,
         timeout=150,
