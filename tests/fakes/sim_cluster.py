@@ -17,7 +17,7 @@ from tests.fakes.sim_decode import sim_answer
 from tests.fakes.tokenizer import byte_level_definition, fixed_now, write_model_directory
 
 ROOT = Path(__file__).parents[2]
-START_S = 20.0
+START_S = 60.0
 
 
 class Child:

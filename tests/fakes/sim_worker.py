@@ -176,14 +176,16 @@ async def serve(config, departure: Departure):
         )
 
 
-if __name__ == "__main__":
-    sys.exit(
-        run_process(
-            SimConfig,
-            sys.argv[1:],
-            prog="sim_worker",
-            configure=lambda config: log.configure(config.worker.id, config.worker.log_level),
-            budget_s=lambda config: config.drain.budget_s,
-            serve=serve,
-        )
+def run():
+    return run_process(
+        SimConfig,
+        sys.argv[1:],
+        prog="sim_worker",
+        configure=lambda config: log.configure(config.worker.id, config.worker.log_level),
+        budget_s=lambda config: config.drain.budget_s,
+        serve=serve,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run())
