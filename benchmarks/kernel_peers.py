@@ -4,6 +4,7 @@ What a peer reads or leaves out is said in its name: FP8 weights and keys where 
 formats. Packages that are not installed raise, and the row says so.
 """
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ def _fp8(*shape: int) -> torch.Tensor:
 
 def deep_gemm_logits(_: list[Inputs], size: Size) -> float:
     """Paged index logits over FP8 keys (132 bytes each) in pages of 64."""
-    import deep_gemm
+    deep_gemm = importlib.import_module("deep_gemm")
 
     b, rows, n, page = size["b"], size["rows"], size["n"], 64
 
@@ -63,7 +64,7 @@ def deep_gemm_logits(_: list[Inputs], size: Size) -> float:
 
 def flash_mla_v4(_: list[Inputs], size: Size) -> float:
     """Sparse decoding over V4 rows of 584 bytes, as many keys and heads."""
-    import flash_mla
+    flash_mla = importlib.import_module("flash_mla")
 
     rows, block = size["b"] * size["rows"], 64
     num_blocks = max(64, size["b"] * (size["n"] + 128) // block)
@@ -94,7 +95,7 @@ def deep_gemm_masked(out: int, inner: int) -> Peer:
     """Grouped product of FP8 weights (twice the bytes), balanced, without what follows it."""
 
     def run(_: list[Inputs], size: Size) -> float:
-        import deep_gemm
+        deep_gemm = importlib.import_module("deep_gemm")
 
         experts, mean = size["e"], size["t"] * size["k"] // size["e"]
         most = max(64, mean)

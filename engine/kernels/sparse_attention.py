@@ -74,6 +74,30 @@ def _back(real, imaginary, COS, SIN, at, turns):
 
 
 @triton.jit
+def _window_keys(slot, valid, D: tl.constexpr, TILE: tl.constexpr):
+    """Return eight planes [TILE, D / 8] of window rows at int64 pointers [TILE]."""
+    codes = tl.load(slot[:, None] + tl.arange(0, D // 8)[None, :], mask=valid[:, None], other=0)
+    at = slot.to(tl.pointer_type(tl.uint8))[:, None] + D + tl.arange(0, D // 32)[None, :]
+    wide = power(tl.load(at, mask=valid[:, None], other=127).to(tl.int32) - 60)
+    wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (TILE, D // 32, 4)), (TILE, D // 8))
+    return (
+        _byte(codes, 0, wide), _byte(codes, 1, wide), _byte(codes, 2, wide), _byte(codes, 3, wide),
+        _byte(codes, 4, wide), _byte(codes, 5, wide), _byte(codes, 6, wide), _byte(codes, 7, wide),
+    )  # fmt: skip
+
+
+@triton.jit
+def _entry_keys(entry, valid, D: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr):
+    """Return eight planes [TILE, D / 8] of entries at int32 pointers [TILE]."""
+    words = tl.load(entry[:, None] + tl.arange(0, D // 8)[None, :], mask=valid[:, None], other=0)
+    at = entry.to(tl.pointer_type(tl.uint8))[:, None] + D // 2 + tl.arange(0, D // 16)[None, :]
+    scales = tl.load(at, mask=valid[:, None], other=0)
+    lifted = (e4m3_value(scales) * 7.378697629483821e19).to(tl.bfloat16)  # 2^66, as `plane_scale` has it
+    lifted = tl.reshape(tl.broadcast_to(tl.expand_dims(lifted, 2), (TILE, D // 16, 2)), (TILE, D // 8))
+    return fp4_planes(words, lifted, PTX)
+
+
+@triton.jit
 def _sparse_attention(
     Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, PARTS, SIZES,
     capacity, record_stride, entry_stride, page_stride, per_page,
@@ -98,37 +122,20 @@ def _sparse_attention(
     position = tl.load(POSITIONS + row)
     floor = tl.maximum(tl.load(FLOORS + row), 0)
     ring = RING + tl.load(RECORD + row) * record_stride
-    group = tl.arange(0, D // 32)
     for tile in tl.range(begin, tl.minimum(end, WINDOW // TILE)):
         seen = position - (WINDOW - 1) + tile * TILE + inside
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 8 + D // 256)
-        codes = tl.load(slot[:, None] + word[None, :], mask=valid[:, None], other=0)
-        scales = tl.load(
-            slot.to(tl.pointer_type(tl.uint8))[:, None] + D + group[None, :], mask=valid[:, None], other=127
-        )
-        wide = power(scales.to(tl.int32) - 60)
-        wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (TILE, D // 32, 4)), (TILE, WORDS))
-        keys = (
-            _byte(codes, 0, wide), _byte(codes, 1, wide), _byte(codes, 2, wide), _byte(codes, 3, wide),
-            _byte(codes, 4, wide), _byte(codes, 5, wide), _byte(codes, 6, wide), _byte(codes, 7, wide),
-        )  # fmt: skip
+        keys = _window_keys(slot, valid, D, TILE)
         most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
     pages = PAGES + tl.load(OWNER + row) * page_stride
-    half = tl.arange(0, D // 16)
     for tile in tl.range(tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE):
         chosen = tl.load(SELECTION + row * TOP + tile * TILE + inside)
         valid = chosen >= 0
         chosen = tl.maximum(chosen, 0)
         page = tl.load(pages + chosen // per_page).to(tl.int64)
         entry = ENTRIES + page * entry_stride + (chosen % per_page) * (D // 8 + D // 64)
-        words = tl.load(entry[:, None] + word[None, :], mask=valid[:, None], other=0)
-        scales = tl.load(
-            entry.to(tl.pointer_type(tl.uint8))[:, None] + D // 2 + half[None, :], mask=valid[:, None], other=0
-        )
-        lifted = (e4m3_value(scales) * 7.378697629483821e19).to(tl.bfloat16)  # 2^66, as `plane_scale` has it
-        lifted = tl.reshape(tl.broadcast_to(tl.expand_dims(lifted, 2), (TILE, D // 16, 2)), (TILE, WORDS))
-        keys = fp4_planes(words, lifted, PTX)
+        keys = _entry_keys(entry, valid, D, TILE, PTX)
         most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
