@@ -67,6 +67,9 @@ class OnRay:
         self.left = commands_of(PAGE.read_text())
         """Commands of the page that no test has run yet."""
         self.phases: dict[str, float] = {}
+        self.ready: list[str] = []
+        self.streams: dict[str, int] = {}
+        """Streams that ended whole, by what happened meanwhile."""
 
     def run(self, start: str, more: str = "") -> subprocess.CompletedProcess:
         """Run the first command of the page that starts so and was not run yet, as a reader would."""
@@ -156,8 +159,9 @@ class Load:
         self._done.set()
         self._thread.join()
 
-    def assert_whole(self) -> None:
+    def assert_whole(self, cluster: OnRay, what: str) -> None:
         assert [f for o in self.outcomes for f in faults(o)] == []
+        cluster.streams[what] = len(self.outcomes)
 
 
 def groups() -> list[str]:
@@ -179,12 +183,7 @@ def test_up_serves_and_says_what_took_how_long(cluster):
     cluster.phases["first answer, from tandem up"] = time.monotonic() - began
     assert answer["done"], answer
     assert answer["text"] == scripted_text("hello", 20, SLOW)
-    if directory := os.environ.get("TANDEM_RECORD"):
-        lines = [line for line in up.stdout.splitlines() if ": ready after" in line]
-        result = {"seconds": {k: round(v, 1) for k, v in cluster.phases.items()}, "processes": lines}
-        write_record(
-            directory, result, note="2 CPU cores shared with other work; scripted model; 2 Ray nodes on loopback"
-        )
+    cluster.ready = [line for line in up.stdout.splitlines() if ": ready after" in line]
     assert "gateway-1" in cluster.run("tandem status").stdout
     with pytest.raises(ConfigError, match="already runs there"):
         client.start(RayPlan(spec=ClusterSpec(), needs={}), lambda _: None)
@@ -204,7 +203,7 @@ def test_each_pool_scales_alone_under_load_and_its_groups_come_and_go(cluster):
     assert more.returncode == 0, more.stderr
     assert "decode-2: ready" in more.stdout
     assert len(wide["processes"]) == 5
-    load.assert_whole()
+    load.assert_whole(cluster, "each pool scaled out and in, one worker drained")
     assert {k: v for k, v in cluster.pids().items() if k != "prefill-2"} == {
         k: v for k, v in before.items() if k != "prefill-1"
     }, "who was not asked stays who it was"
@@ -219,7 +218,7 @@ def test_a_killed_controller_cuts_nothing_and_the_next_one_knows_all(cluster):
         wait_for(lambda: epoch(cluster) == 2, WAIT_S, "no new controller")
         wait_for(lambda: cluster.settled(prefill=1, decode=1), WAIT_S, "it does not see all")
         cluster.phases["controller back"] = time.monotonic() - began
-    load.assert_whole()
+    load.assert_whole(cluster, "the controller killed")
     assert cluster.pids() == before
     assert actor_pid("ControllerActor") != old
     assert groups() == ["tandem-default/prefill-2"]
@@ -237,7 +236,7 @@ def test_workers_and_gateway_roll_under_load(cluster):
     with Load(cluster) as load:
         run = cluster.run("tandem rollout", " --set gateway:retries.max_crashes=1")
     assert run.returncode == 0, run.stdout + run.stderr
-    load.assert_whole()
+    load.assert_whole(cluster, "gateway and workers rolled")
     assert before.isdisjoint(cluster.pids().values()), "every process is a new one"
 
 
@@ -288,8 +287,19 @@ def test_every_command_of_the_page_was_run(cluster):
     assert [line for line in cluster.left if not line.startswith("tandem validate")] == []
 
 
-def test_cost():
-    """Print the CPU seconds of all that: what is left of CI's budget depends on them."""
+def test_cost(cluster):
+    """What is left of CI's budget depends on the CPU seconds of all that."""
     times = [p.cpu_times() for p in psutil.process_iter()]
-    total = sum(t.user + t.system + t.children_user + t.children_system for t in times)
-    print(f"CPU seconds: {total:.0f}")
+    total = round(sum(t.user + t.system + t.children_user + t.children_system for t in times))
+    print(f"CPU seconds: {total}")
+    if name := os.environ.get("TANDEM_RECORD"):
+        result = {
+            "seconds": {what: round(seconds, 1) for what, seconds in cluster.phases.items()},
+            "processes": cluster.ready,
+            "streams_whole": cluster.streams,
+            "streams_cut": 0,  # else an earlier test has failed and this one does not run
+            "negative_control": "with resuming off, a killed decode worker cuts its stream",
+            "cpu_seconds_of_all_tests": total,
+            "load_average": os.getloadavg(),
+        }
+        write_record(name, result, note="2 CPU cores shared with other work; scripted model; 2 Ray nodes on loopback")
