@@ -12,7 +12,7 @@ from core.clock import SystemClock
 from core.errors import ConfigError
 from deploy.actuators.factory import REMOVE_TIMEOUT_S
 from deploy.actuators.kubectl_api import KubectlApi
-from deploy.actuators.kubernetes import LEASE, KubernetesActuator, metrics_port
+from deploy.actuators.kubernetes import LEASE, KubernetesActuator
 from deploy.actuators.kubernetes_api import KubernetesApi
 from deploy.cluster_description import ROLES
 from deploy.local.control import Progress, Reply
@@ -29,7 +29,7 @@ def k8s_ask(namespace: str, body: Reply, report: Progress, kubectl: Sequence[str
         SystemClock(),
         namespace=namespace,
         remove_timeout_s=REMOVE_TIMEOUT_S,
-        drain=lambda pod: api.drain(pod["metadata"]["name"], metrics_port(pod)),
+        drain=api.drain,
     )
     match body["command"]:
         case "status":

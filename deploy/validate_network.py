@@ -22,7 +22,7 @@ def needed_pairs(ports: PortsPart) -> frozenset[Pair]:
     joining = {(role, "gateway", ports.membership) for role in ("prefill", "decode", "controller")}
     work = {("gateway", role, ports.worker) for role in ("prefill", "decode")}
     handover = {("decode", "prefill", ports.worker), ("decode", "prefill", ports.transfer)}
-    drains = {("controller", role, ports.metrics) for role in ("prefill", "decode")}
+    drains = {("controller", role, ports.worker) for role in ("prefill", "decode")}
     scrapes = {("monitoring", role, ports.metrics) for role in INSIDE}
     return frozenset({("client", "gateway", ports.http), *joining, *work, *handover, *drains, *scrapes})
 

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-from core.clock import SystemClock
 from core.errors import ConfigError
 from deploy.actuators.api import Actuator
-from deploy.actuators.kubernetes import KubernetesActuator
-from deploy.actuators.kubernetes_api import HttpKubernetesApi
 from deploy.actuators.local import LocalActuator
 
 REMOVE_TIMEOUT_S = 3600.0
@@ -18,9 +15,6 @@ def actuator_for(place: str, target: str) -> Actuator:
     match place:
         case "local":
             return LocalActuator(Path(target), remove_timeout_s=REMOVE_TIMEOUT_S)
-        case "k8s":
-            api = HttpKubernetesApi(target)
-            return KubernetesActuator(api, SystemClock(), namespace=target, remove_timeout_s=REMOVE_TIMEOUT_S)
         case "ray":
             raise ConfigError("on Ray the cluster's own actor sizes the pools; use: tandem up --on ray --autoscale")
         case _:

@@ -1,5 +1,6 @@
 """`KubernetesApi` through kubectl, for people and scripts outside of the cluster: their own access, no library."""
 
+import asyncio
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from urllib.parse import urlencode
 
 from core.errors import ConfigError
 from deploy.actuators.kubernetes_api import Body, Conflict
+from deploy.cluster_description import PortsPart
 
 TIMEOUT_S = 60.0
 
@@ -32,9 +34,11 @@ class KubectlApi:
         flags = ["--namespace", self._namespace, "--type=merge", "-o", "json"]
         return self._run(["patch", kind, name, *flags, "-p", json.dumps(body)])
 
-    def drain(self, pod: str, port: int) -> None:
-        """Ask a pod to drain, by way of the API server. Raises ConfigError."""
-        self._run(["create", "--raw", self._url(f"api/v1:pods/{pod}:{port}/proxy/drain"), "-f", "-"], "{}")
+    async def drain(self, pod: Body) -> None:
+        """Ask a pod's process to drain: it takes that from its own host, so the request is made inside. Raises ConfigError."""
+        flags = ["--namespace", self._namespace, pod["metadata"]["name"], "-c", pod["spec"]["containers"][0]["name"]]
+        command = ["python", "-m", "deploy.leave", "--port", str(PortsPart().metrics), "--wait-s", "0"]
+        await asyncio.to_thread(self._run, ["exec", *flags, "--", *command])
 
     def _url(self, path: str) -> str:
         group, _, rest = path.partition(":")

@@ -6,25 +6,24 @@ pods that are not ready before ready ones, so the one that goes is the one that 
 """
 
 import asyncio
-import http.client
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, cast
 
 from core.clock import Clock
-from core.errors import ConfigError
+from core.errors import ConfigError, TandemError
 from deploy.actuators.api import Instance, StaleFence
 from deploy.actuators.kubernetes_api import Body, Conflict, KubernetesApi
-from deploy.cluster_description import ROLES
+from deploy.cluster_description import GRACE_SLACK_S, PRE_STOP_S, ROLES, PortsPart
 
 _LOG = logging.getLogger(__name__)
 ROLE_LABEL = "tandem/role"
 LEASE = "apis/coordination.k8s.io/v1:leases/tandem-controller"
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVING_COST = "-1000"
 POLL_S = 0.5
 NOT_READY_S = 30.0
 """How long a pod may take to show that it drains; its readiness probe needs 6 s."""
-DRAIN_TIMEOUT_S = 5.0
 ATTEMPTS = 5
 
 
@@ -38,15 +37,15 @@ class KubernetesActuator:
         *,
         namespace: str,
         remove_timeout_s: float,
-        drain: Callable[[Body], None] | None = None,
+        drain: Callable[[Body], Awaitable[None]],
         poll_s: float = POLL_S,
     ) -> None:
-        """`drain` asks a pod to drain; blocking, raises OSError or ConfigError."""
+        """`drain` asks a pod's process to drain and returns once it has begun; raises TandemError."""
         self._api = api
         self._clock = clock
         self._namespace = namespace
         self._remove_timeout_s = remove_timeout_s
-        self._drain = drain or post_drain
+        self._drain = drain
         self._poll_s = poll_s
 
     async def list(self) -> tuple[Instance, ...]:
@@ -60,17 +59,17 @@ class KubernetesActuator:
     async def remove(self, worker_id: str, *, fence: int) -> None:
         await self._check_fence(fence)
         pod = await self._pod(worker_id)
-        if pod is None or is_leaving(pod):
+        if pod is None or pod["metadata"].get("deletionTimestamp"):
             return
         role = str(pod["metadata"]["labels"][ROLE_LABEL])
-        annotation = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": LEAVING_COST}}}
-        await asyncio.to_thread(self._api.patch, f"api/v1:pods/{worker_id}", annotation)
+        await self._mark(worker_id, LEAVING_COST)
         try:
-            await asyncio.to_thread(self._drain, pod)
-        except (OSError, http.client.HTTPException, ConfigError) as error:
+            await self._drain(pod)
+        except TandemError as error:
             # Dead or cut off: not ready already, or soon.
-            _LOG.warning("%s does not take its goodbye: %s", worker_id, error)
+            _LOG.warning("%s does not take its goodbye: %s", worker_id, error.message)
         if not await self._until(worker_id, lambda p: p is None or not is_ready(p), NOT_READY_S):
+            await self._mark(worker_id, None)
             raise ConfigError(f"{worker_id} was asked to drain but stays ready; it is not removed")
         await self._resize(role, lambda current: max(0, current - 1), fence)
         if not await self._until(worker_id, lambda p: p is None, self._remove_timeout_s):
@@ -78,6 +77,11 @@ class KubernetesActuator:
 
     def describe(self) -> dict[str, object]:
         return {"place": "k8s", "namespace": self._namespace}
+
+    async def _mark(self, worker_id: str, cost: str | None) -> None:
+        """Set or take back the mark of a pod that is chosen to leave."""
+        body = {"metadata": {"annotations": {DELETION_COST: cost}}}
+        await asyncio.to_thread(self._api.patch, f"api/v1:pods/{worker_id}", body)
 
     async def _pods(self) -> tuple[Body, ...]:
         query = {"labelSelector": f"{ROLE_LABEL} in ({','.join(ROLES)})"}
@@ -146,7 +150,7 @@ def instance_of(pod: Body) -> Instance:
 def is_leaving(pod: Body) -> bool:
     """True once Kubernetes deletes the pod, or once we chose it."""
     metadata = pod["metadata"]
-    cost = metadata.get("annotations", {}).get("controller.kubernetes.io/pod-deletion-cost")
+    cost = metadata.get("annotations", {}).get(DELETION_COST)
     return bool(metadata.get("deletionTimestamp")) or cost == LEAVING_COST
 
 
@@ -155,22 +159,17 @@ def is_ready(pod: Body) -> bool:
     return _condition(pod.get("status", {}), "Ready").get("status") == "True"
 
 
-def metrics_port(pod: Body) -> int:
-    """Return the port of a worker's listener."""
+def drain_budget_s(pod: Body) -> float:
+    """Return what a pod's grace period leaves for its drain."""
+    return max(0.0, float(pod["spec"].get("terminationGracePeriodSeconds", 30)) - PRE_STOP_S - GRACE_SLACK_S)
+
+
+def worker_address(pod: Body) -> str:
+    """Return host:port of a worker's gRPC server."""
     ports: list[dict[str, Any]] = pod["spec"]["containers"][0].get("ports", [])
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == "metrics"), 9400)
-
-
-def post_drain(pod: Body) -> None:
-    """Ask a pod's process to drain, from inside of the cluster; blocking, raises OSError."""
-    connection = http.client.HTTPConnection(
-        str(pod["status"].get("podIP", "")), metrics_port(pod), timeout=DRAIN_TIMEOUT_S
-    )
-    try:
-        connection.request("POST", "/drain")
-        connection.getresponse().read()
-    finally:
-        connection.close()
+    port = next((int(port["containerPort"]) for port in ports if port.get("name") == "worker"), PortsPart().worker)
+    host = str(pod["status"].get("podIP", ""))
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _condition(status: Body, kind: str) -> Body:

@@ -18,7 +18,7 @@ from core.rpc.proof import Proof
 from core.tls import check_tls
 from deploy.actuators.api import Actuator
 from deploy.actuators.factory import actuator_for
-from deploy.controller.config import ControllerConfig
+from deploy.controller.config import ControllerConfig, ControllerSection
 from deploy.controller.journal import Journal
 from deploy.controller.lock import FileLock
 from deploy.controller.loop import Controller
@@ -45,11 +45,7 @@ async def control(config: ControllerConfig, departure: Departure, actuator: Actu
         raise ConfigError("controller.gateways is empty; name the membership address of every gateway process")
     clock, metrics = SystemClock(), Metrics()
     async with AsyncExitStack() as stack:
-        proof = Proof(
-            read_secret(section.secret_file) if section.secret_file else b"",
-            Incarnation(secrets.token_hex(16)),
-            check_tls(section.tls),
-        )
+        proof = proof_of(section)
         controller = Controller(
             actuator=actuator,
             source=GatewayPoll(AdminClient(proof), section.gateways, clock),
@@ -75,6 +71,12 @@ async def control(config: ControllerConfig, departure: Departure, actuator: Actu
             running.result()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def proof_of(section: ControllerSection) -> Proof:
+    """Return what proves this controller to the other processes; raises ConfigError for a secret that cannot be read."""
+    secret = read_secret(section.secret_file) if section.secret_file else b""
+    return Proof(secret, Incarnation(secrets.token_hex(16)), check_tls(section.tls))
 
 
 def _probes(name: str, metrics: Metrics, departure: Departure) -> Probes:

@@ -5,9 +5,11 @@ import contextlib
 
 from core.clock import SystemClock
 from core.process import Departure
-from deploy.actuators.factory import actuator_for
-from deploy.actuators.kubernetes_api import HttpKubernetesApi
-from deploy.controller.app import control
+from core.rpc.admin import AdminClient
+from deploy.actuators.factory import REMOVE_TIMEOUT_S
+from deploy.actuators.kubernetes import KubernetesActuator, drain_budget_s, worker_address
+from deploy.actuators.kubernetes_api import Body, HttpKubernetesApi
+from deploy.controller.app import control, proof_of
 from deploy.controller.config import ControllerConfig
 from deploy.controller.lease import LeaseLock
 
@@ -15,11 +17,18 @@ from deploy.controller.lease import LeaseLock
 async def serve(config: ControllerConfig, departure: Departure) -> None:
     """Run until told to leave, or until another controller takes over; one that only advises needs no Lease."""
     section = config.controller
-    actuator = actuator_for(section.place, section.target)
+    api, client = HttpKubernetesApi(section.target), AdminClient(proof_of(section))
+
+    async def drain(pod: Body) -> None:
+        await client.drain(worker_address(pod), drain_budget_s(pod))
+
+    actuator = KubernetesActuator(
+        api, SystemClock(), namespace=section.target, remove_timeout_s=REMOVE_TIMEOUT_S, drain=drain
+    )
     if section.advisory:
         await control(config, departure, actuator, 0)
         return
-    lock = LeaseLock(HttpKubernetesApi(section.target), SystemClock(), section.id)
+    lock = LeaseLock(api, SystemClock(), section.id)
     waiting, leaving = asyncio.create_task(lock.acquire()), asyncio.create_task(departure.wait())
     await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
     leaving.cancel()

@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float, what: str) -> fl
 
 
 class Lab:
-    """One cluster of namespaces; `state` is a folder that `down` removes."""
+    """One cluster of namespaces; `state` is a folder that `down` removes, and by which another process may take it over."""
 
     def __init__(self, state: Path, binaries: Path, nodes: Sequence[str]) -> None:
         self.state = state
@@ -50,6 +50,9 @@ class Lab:
         self._names = ["cp", *nodes]
         self._pids: list[tuple[str, int]] = []
         self._before: set[str] = set()
+        if (state / "pids.json").exists():
+            self._pids, before = json.loads((state / "pids.json").read_text())
+            self._before = set(before)
 
     def address(self, node: str) -> str:
         """Return a node's address."""
@@ -144,6 +147,7 @@ class Lab:
                 cwd=ROOT if name == "names" else self.state,
             )
         self._pids.append((name, process.pid))
+        (self.state / "pids.json").write_text(json.dumps([self._pids, sorted(self._before)]))
 
     def _network(self) -> None:
         self._before = self._pod_namespaces()

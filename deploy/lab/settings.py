@@ -60,6 +60,7 @@ def programs(binaries: Path, state: Path, address: str, node: str = "") -> dict[
             "--authorization-mode=Node,RBAC",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--runtime-config=policy/v1beta1=true",
+            "--kubelet-preferred-address-types=InternalIP",
         ],
         "controllers": [
             f"{binaries}/kube-controller-manager",

@@ -24,7 +24,7 @@ class FakeKubernetesApi:
         self.before_put = None
         """Called before each write: another writer's chance."""
 
-    def drain(self, pod):
+    async def drain(self, pod):
         self.pods[pod["metadata"]["name"]]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
 
     def get(self, path, query=None):

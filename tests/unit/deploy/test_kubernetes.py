@@ -10,7 +10,7 @@ import pytest
 from core.clock import ManualClock, SystemClock
 from core.errors import ConfigError
 from deploy.actuators.api import StaleFence
-from deploy.actuators.kubernetes import KubernetesActuator, instance_of
+from deploy.actuators.kubernetes import KubernetesActuator, drain_budget_s, instance_of, worker_address
 from deploy.actuators.kubernetes_api import Conflict, HttpKubernetesApi
 from deploy.cli import main
 from deploy.controller.lease import DURATION_S, LeaseLock
@@ -44,14 +44,21 @@ async def test_without_a_drain_another_pod_would_go():
     assert api.deleted == ["decode-3"]
 
 
+async def ignored(_pod):
+    pass
+
+
 async def test_a_pod_that_stays_ready_is_not_removed(monkeypatch):
     api = FakeKubernetesApi()
-    actuator = an_actuator(api, drain=lambda *_: None)
+    actuator = an_actuator(api, drain=ignored)
     await actuator.ensure("decode", 2, fence=1)
     monkeypatch.setattr("deploy.actuators.kubernetes.NOT_READY_S", 0.0)
     with pytest.raises(ConfigError, match="stays ready"):
         await actuator.remove("decode-1", fence=1)
     assert api.counts["decode"] == 2
+    assert [i.state for i in await actuator.list()] == ["ready", "ready"], "it is not taken for leaving"
+    await an_actuator(api).remove("decode-1", fence=1)  # and a later removal succeeds
+    assert api.deleted == ["decode-1"]
 
 
 async def test_a_second_writer_is_not_overwritten():
@@ -61,6 +68,15 @@ async def test_a_second_writer_is_not_overwritten():
     api.before_put = lambda: api.resize("decode", 5)
     await actuator.ensure("decode", 3, fence=1)
     assert api.counts["decode"] == 5
+
+
+def test_a_pod_tells_its_address_and_how_long_it_may_drain():
+    api = FakeKubernetesApi()
+    api.add("decode")
+    pod = api.pods["decode-1"] | {"spec": {"containers": [{"ports": [{"name": "worker", "containerPort": 9600}]}], "terminationGracePeriodSeconds": 615}}  # fmt: skip
+    assert (worker_address(pod), drain_budget_s(pod)) == ("10.0.0.1:9600", 604.0)
+    pod["status"]["podIP"] = "fd00::1"
+    assert worker_address(pod) == "[fd00::1]:9600"
 
 
 def a_pod(**status):
