@@ -55,7 +55,14 @@ class Controller:
     async def run(self, interval_s: float) -> None:
         """Tick until cancelled; raises StaleFence once another controller has taken over."""
         while True:
-            await self.tick()
+            try:
+                await self.tick()
+            except StaleFence:
+                raise
+            except TandemError as error:
+                # A place that cannot be asked just now, e.g. while its API server restarts: nothing is decided blindly.
+                _LOG.warning("nothing is decided: %s", error.message)
+                self._metrics.failed()
             if self.replaced is not None:
                 raise self.replaced
             await asyncio.sleep(interval_s)

@@ -227,3 +227,22 @@ def test_the_victim_holds_least_and_is_not_the_last_of_its_domain():
     del workers["decode-1"]
     assert choose_victim("decode", pool, workers) == "decode-2", "silence is no proof of idleness"
     assert choose_victim("decode", pool[:1], workers) is None
+
+
+async def test_a_place_that_cannot_be_asked_does_not_end_the_controller(tmp_path):
+    """A restart of an orchestrator's API server is a pause, not a reason to leave."""
+    rig = Rig(tmp_path)
+    asked = []
+
+    async def unreachable():
+        asked.append(1)
+        raise ConfigError("the API server does not answer")
+
+    rig.actuator.list = unreachable
+    running = asyncio.create_task(rig.controller.run(0.0))
+    async with asyncio.timeout(20):
+        while len(asked) < 3:  # noqa: ASYNC110 - the condition is on another task's state
+            await asyncio.sleep(0)
+    assert not running.done()
+    running.cancel()
+    assert rig.registry.get_sample_value("tandem_scaler_errors_total") >= 2
