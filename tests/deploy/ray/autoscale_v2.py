@@ -82,7 +82,7 @@ def start_head(folder: Path) -> None:
     command += [f"--autoscaling-config={config}", f"--object-store-memory={SMALL['object_store_memory']}"]
     own = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID, "RAY_FAKE_CLUSTER": "1"}
     own |= {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID, "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-    own |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    own |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ.update(own)
     subprocess.run([*command, "--include-dashboard=false"], check=True)
 
