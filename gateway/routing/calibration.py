@@ -20,6 +20,9 @@ SPREAD = 9.0
 """A guess, and its variance in multiples of itself; a handful of prompts outweighs it."""
 NOISE = 0.05
 """Variance of a measurement's relative error, about."""
+LEAST = 1e-3
+"""Of the guess, that a coefficient keeps."""
+FAR = 3.0
 FARTHEST = 10.0
 """A measurement further than this factor from the fit counts as this far: a stall says nothing of the next prompt."""
 LEARNING = 0.1
@@ -37,15 +40,17 @@ class _Fit:
 
     def observe(self, tokens: float, context: float, measured: float) -> None:
         features = PRIOR_S * (1.0, tokens, tokens * (context - tokens / 2))
-        # Relative to what is predicted, as soon as that is worth anything: relative to what was measured, prompts that
-        # happened to be fast would count for more than those that were slow.
-        scale = max(measured, 1e-6)
+        predicted = max(float(features @ self.factors), 1e-6)
         if self.count >= ENOUGH:
-            scale = max(float(features @ self.factors), 1e-6)
-            measured = min(max(measured, scale / FARTHEST), scale * FARTHEST)
+            measured = min(max(measured, predicted / FARTHEST), predicted * FARTHEST)
+        # Relative to what is predicted: to what was measured, prompts that happened to be fast would count for more.
+        # But a fit that is far off would then count its own errors for little and never come back.
+        scale = min(max(predicted, measured / FAR), measured * FAR)
         features /= scale
         gain = self.spread @ features / (MEMORY * NOISE + features @ self.spread @ features)
-        self.factors = self.factors + gain * (measured / scale - features @ self.factors)
+        moved = self.factors + gain * (measured / scale - features @ self.factors)
+        # Time does not fall with work: a coefficient below zero is noise, and would take the others along.
+        self.factors = np.maximum(moved, LEAST)
         spread = (self.spread - np.outer(gain, features @ self.spread)) / MEMORY
         # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
         self.spread = spread * min(1.0, 3 * SPREAD / max(float(np.trace(spread)), 1e-12))
@@ -53,8 +58,8 @@ class _Fit:
 
     @property
     def seconds(self) -> Floats:
-        """[3] a, b, c in seconds; a negative one is noise: time does not fall with work."""
-        return np.maximum(self.factors, 1e-6) * PRIOR_S
+        """[3] a, b, c in seconds."""
+        return self.factors * PRIOR_S
 
 
 class PrefillCosts:

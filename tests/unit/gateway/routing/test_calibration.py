@@ -85,3 +85,19 @@ def test_link_costs_follow_what_bytes_added_within_and_between_domains():
     assert link.bytes_per_token == pytest.approx(1000)
     assert link.near_s == pytest.approx(1e-8, rel=0.01)
     assert link.far_s == pytest.approx(5e-7, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_never_leads_the_fit_astray(seed):
+    """Prompts of one shape first (nothing cached, so that the coefficients can hardly be told apart), then all kinds."""
+    fleet, costs, rng = fleet_of(1), PrefillCosts(), random.Random(seed)
+    ratios = []
+    for number in range(600):
+        context = int(10 ** rng.uniform(2.5, 5.0))
+        tokens = context if number < 100 or rng.random() < 0.7 else rng.randrange(50, context)
+        true = seconds(tokens, context)
+        if number > 50:
+            ratios.append(predicted(fleet, 0, tokens, context) / true)
+        costs.observe(fleet, 0, tokens, context, true * max(0.1, rng.gauss(1, 0.3)))
+    assert 0.85 < sorted(ratios)[len(ratios) // 2] < 1.15
+    assert sorted(ratios)[len(ratios) // 20] > 0.5 and sorted(ratios)[-len(ratios) // 20] < 2.0
