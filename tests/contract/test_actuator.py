@@ -1,5 +1,9 @@
 """What every actuator promises; a place plugs in by adding its maker to MAKERS."""
 
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
 
 from core.clock import SystemClock
@@ -7,7 +11,13 @@ from core.errors import ConfigError
 from deploy.actuators.api import StaleFence
 from deploy.actuators.fake import FakeActuator
 from deploy.actuators.kubernetes import KubernetesActuator
+from deploy.actuators.local import LocalActuator
 from deploy.cluster_description import ClusterDescription
+from deploy.local.commands import Commands
+from deploy.local.control import ControlServer
+from deploy.local.launcher import Launcher
+from deploy.local.slot import SlotState
+from deploy.local.spec import ClusterSpec
 from tests.deploy.ray.fake_ray import on_fake_ray
 from tests.fakes.kubernetes import FakeKubernetesApi
 
@@ -25,7 +35,32 @@ def kubernetes():
     return Fenced(api, SystemClock(), namespace="tandem", remove_timeout_s=5.0, drain=api.drain, poll_s=0.001)
 
 
-MAKERS = {"fake": lambda: FakeActuator(ClusterDescription()), "kubernetes": kubernetes, "ray": on_fake_ray}
+@asynccontextmanager
+async def local():
+    """The launcher's own commands over its own socket; only processes are missing."""
+
+    class WithoutProcesses(Launcher):
+        async def _launch(self, slot):
+            slot.state = SlotState.READY
+
+    spec = ClusterSpec(prefill=0, decode=0, prefill_mode="local")
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory)
+        launcher = WithoutProcesses(
+            spec=spec, run_dir=run_dir, model_dir=run_dir, clock=SystemClock(), report=lambda _: None
+        )
+        control = ControlServer(run_dir, Commands(launcher, lambda _: {}).handle)
+        await control.start()
+        yield LocalActuator(run_dir, remove_timeout_s=5.0)
+        await control.close()
+
+
+MAKERS = {
+    "fake": lambda: FakeActuator(ClusterDescription()),
+    "kubernetes": kubernetes,
+    "local": local,
+    "ray": on_fake_ray,
+}
 
 
 @pytest.fixture(params=sorted(MAKERS))
