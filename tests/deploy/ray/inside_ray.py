@@ -34,7 +34,7 @@ from tests.fakes.chaos import faults, storm
 from tests.fakes.live_cluster import ROOT, stream_text, wait_for
 from tests.fakes.truth import scripted_text
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SLOW = ScriptedConfig(mean_length=100_000, step_delay_ms=10.0)
 """Slow enough that streams are open at every moment."""
@@ -86,7 +86,7 @@ class OnRay:
             env={**os.environ, "PATH": path},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
             check=False,
         )
 

@@ -21,7 +21,7 @@ def short():
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_cluster_on_ray(tmp_path, short, needs_tool):
     if importlib.util.find_spec("ray") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("ray is not installed; use: pip install '.[ray]'")
@@ -33,7 +33,7 @@ def test_a_cluster_on_ray(tmp_path, short, needs_tool):
         "HOME": str(tmp_path),
         "RAY_TMPDIR": str(short),
         "RAY_AUTH_MODE": "disabled",
-        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_raylet_start_wait_time_s": "400",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     run = subprocess.run(
@@ -59,7 +59,7 @@ def test_a_cluster_on_ray(tmp_path, short, needs_tool):
         capture_output=True,
         text=True,
         check=False,
-        timeout=800,
+        timeout=1100,
     )
     print(run.stdout)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
