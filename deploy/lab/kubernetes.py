@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deploy.lab.settings import cni, containerd_toml, kubeconfig, kubelet, programs
+from deploy.lab.settings import cni, containerd_toml, control_plane, kubeconfig, kubelet, node_programs
 
 NET, PREFIX = "10.77.0", "tdl-"
 READY_S = 180.0
@@ -75,7 +75,7 @@ class Lab:
         sh("openssl", "genrsa", "-out", str(self.state / "pki/sa.key"), "2048")
         (self.state / "tokens.csv").write_text("admintoken,admin,admin,system:masters\n")
         (self.state / "kubeconfig").write_text(json.dumps(kubeconfig(f"https://{NET}.1:6443")))
-        table = programs(self.binaries, self.state, f"{NET}.1")
+        table = control_plane(self.binaries, self.state, f"{NET}.1")
         for name in ("etcd", "apiserver"):
             self._spawn("cp", name, table[name])
         wait_for(lambda: self.kubectl("get", "--raw", "/readyz", check=False) == "ok", READY_S, "the API server")
@@ -92,7 +92,7 @@ class Lab:
                 self.ctr(node, "images", "import", str(image))
         took["images_imported_s"] = time.monotonic() - begun
         for node in self.nodes:
-            table = programs(self.binaries, self.state, self.address(node), node)
+            table = node_programs(self.binaries, self.state, self.address(node), node)
             self._spawn(node, f"{node}-kubelet", table["kubelet"])
             self._spawn(node, f"{node}-proxy", table["proxy"])
         wait_for(lambda: self.ready_nodes() == set(self.nodes), READY_S, "the nodes")

@@ -9,35 +9,9 @@ from pathlib import Path
 PAUSE = "localhost/tandem-pause:1"
 
 
-def programs(binaries: Path, state: Path, address: str, node: str = "") -> dict[str, list[str]]:
-    """Return name -> command line of the control plane's programs, or of a node's."""
+def control_plane(binaries: Path, state: Path, address: str) -> dict[str, list[str]]:
+    """Return name -> command line of the control plane's programs."""
     config = f"--kubeconfig={state}/kubeconfig"
-    if node:
-        folder = state / node
-        return {
-            "kubelet": [
-                f"{binaries}/kubelet",
-                f"--config={folder}/kubelet.yaml",
-                config,
-                "--container-runtime=remote",
-                f"--container-runtime-endpoint=unix://{folder}/c.sock",
-                f"--root-dir={folder}/kubelet",
-                f"--hostname-override={node}",
-                f"--node-ip={address}",
-            ],
-            "proxy": [
-                f"{binaries}/kube-proxy",
-                config,
-                "--proxy-mode=iptables",
-                f"--hostname-override={node}",
-                "--conntrack-max-per-core=0",
-                "--conntrack-tcp-timeout-established=0",
-                "--conntrack-tcp-timeout-close-wait=0",
-                f"--healthz-bind-address={address}:10256",
-                f"--metrics-bind-address={address}:10249",
-                "--cluster-cidr=10.244.0.0/16",
-            ],
-        }
     return {
         "etcd": [
             "etcd",
@@ -73,6 +47,35 @@ def programs(binaries: Path, state: Path, address: str, node: str = "") -> dict[
             "--node-monitor-grace-period=6s",
         ],
         "scheduler": [f"{binaries}/kube-scheduler", config, "--leader-elect=false", "--port=0"],
+    }
+
+
+def node_programs(binaries: Path, state: Path, address: str, node: str) -> dict[str, list[str]]:
+    """Return name -> command line of a node's programs."""
+    config, folder = f"--kubeconfig={state}/kubeconfig", state / node
+    return {
+        "kubelet": [
+            f"{binaries}/kubelet",
+            f"--config={folder}/kubelet.yaml",
+            config,
+            "--container-runtime=remote",
+            f"--container-runtime-endpoint=unix://{folder}/c.sock",
+            f"--root-dir={folder}/kubelet",
+            f"--hostname-override={node}",
+            f"--node-ip={address}",
+        ],
+        "proxy": [
+            f"{binaries}/kube-proxy",
+            config,
+            "--proxy-mode=iptables",
+            f"--hostname-override={node}",
+            "--conntrack-max-per-core=0",
+            "--conntrack-tcp-timeout-established=0",
+            "--conntrack-tcp-timeout-close-wait=0",
+            f"--healthz-bind-address={address}:10256",
+            f"--metrics-bind-address={address}:10249",
+            "--cluster-cidr=10.244.0.0/16",
+        ],
     }
 
 
