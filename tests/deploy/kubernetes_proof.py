@@ -21,8 +21,10 @@ from benchmarks.record import write_record
 from core.clock import SystemClock
 from deploy.actuators.kubectl_api import KubectlApi
 from deploy.actuators.kubernetes import KubernetesActuator, is_ready
+from deploy.cluster_description import PortsPart
 from deploy.lab.kubernetes import PREFIX, Lab, sh, wait_for
 from deploy.validate_k8s import build
+from deploy.validate_network import INSIDE, needed_pairs
 from tests.deploy.overlays import kubectl
 from tests.deploy.test_docs_k8s import blocks, run
 
@@ -267,6 +269,31 @@ class Proof:
         self.apply()
         assert result["faults"], "the naive variant cut nothing: the proof cannot fail"
 
+    def pairs(self):
+        """A16: the connections that pods really have under load are those that the network policies allow."""
+        roles = {p["status"]["podIP"]: p["metadata"]["labels"]["tandem/role"] for r in INSIDE for p in self.ready(r)}
+        seen = set()
+        with self.load("A16 streams while connections are listed"):
+            for role in INSIDE:
+                for pod in self.ready(role):
+                    for line in self.sockets(pod):
+                        local, peer = line.split()[2:4]
+                        source = roles.get(peer.rpartition(":")[0].removeprefix("[::ffff:").rstrip("]"))
+                        if source is not None:
+                            seen.add((source, role, int(local.rpartition(":")[2])))
+        needed = {pair for pair in needed_pairs(PortsPart()) if {*pair[:2]} <= {*INSIDE}}
+        ports = {port for *_, port in needed}
+        used = {pair for pair in seen if pair[2] in ports}
+        self.note("A16 pairs in use", sorted(used))
+        self.note("A16 allowed and not seen", sorted(needed - used))
+        assert used <= needed, sorted(used - needed)
+
+    def sockets(self, pod):
+        """Established TCP connections inside a pod's network namespace."""
+        node, wanted = pod["spec"]["nodeName"], pod["status"]["containerStatuses"][0]["containerID"].partition("//")[2]
+        tasks = dict(line.split()[:2] for line in self.lab.ctr(node, "tasks", "ls").splitlines()[1:])
+        return sh("nsenter", "-t", tasks[wanted], "-n", "ss", "-Htn", "state", "established").splitlines()
+
     def transferred(self):
         """A18: KV really moved between pods."""
         total = {}
@@ -281,7 +308,7 @@ class Proof:
         self.note("A18 bytes landed by tcp", total)
 
 
-CHECKS = ("rights", "scale", "transferred", "victims", "rollout", "naive", "eviction", "cut_off", "documented")
+CHECKS = ("rights", "scale", "transferred", "pairs", "victims", "rollout", "naive", "eviction", "cut_off", "documented")
 
 
 def main():
