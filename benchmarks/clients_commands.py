@@ -49,12 +49,15 @@ class Counted:
 class Client:
     """One public client."""
 
+    name: str
     version: str
     route: str
     requirements: tuple[str, ...]
     call: Callable[[Task], list[str]]
     count: Callable[[Path], Counted]
     without_dependencies: tuple[str, ...] = ()
+    max_left: int = 0
+    """How many requests it may leave unfinished once it has enough."""
 
 
 def flags(given: Mapping[str, object]) -> list[str]:
@@ -127,7 +130,7 @@ def call_genai_bench(task: Task) -> list[str]:
         "task": "text-to-text",
         "traffic-scenario": f"D({INPUT},{OUTPUT})",
         "num-concurrency": STREAMS,
-        "max-time-per-run": 5,
+        "max-time-per-run": 14,
         "max-requests-per-run": REQUESTS,
         "server-engine": "vLLM",
         "server-gpu-type": "H200",
@@ -228,13 +231,22 @@ def count_vllm(out: Path) -> Counted:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CLIENTS = {
-    "aiperf": Client("0.13.0", CHAT, ("aiperf==0.13.0",), call_aiperf, count_aiperf),
-    "guidellm": Client("0.8.1", CHAT, ("guidellm==0.8.1",), call_guidellm, count_guidellm),
-    "genai-bench": Client("0.0.5", CHAT, ("genai-bench==0.0.5",), call_genai_bench, count_genai_bench),
-    "inference-perf": Client("0.7.0", TEXT, ("inference-perf==0.7.0",), call_inference_perf, count_inference_perf),
-    "sglang": Client("0.5.23", CHAT, LIGHT, call_sglang, count_sglang, ("sglang==0.5.23",)),
-    "vllm": Client(
-        "0.33.0", CHAT, (*LIGHT, "cloudpickle", "regex", "filelock"), call_vllm, count_vllm, ("vllm==0.33.0",)
+_ALL = (
+    Client("aiperf", "0.13.0", CHAT, ("aiperf==0.13.0",), call_aiperf, count_aiperf),
+    Client("guidellm", "0.8.1", CHAT, ("guidellm==0.8.1",), call_guidellm, count_guidellm),
+    Client(
+        "genai-bench",
+        "0.0.5",
+        CHAT,
+        ("genai-bench==0.0.5",),
+        call_genai_bench,
+        count_genai_bench,
+        max_left=STREAMS,
     ),
-}
+    Client("inference-perf", "0.7.0", TEXT, ("inference-perf==0.7.0",), call_inference_perf, count_inference_perf),
+    Client("sglang", "0.5.23", CHAT, LIGHT, call_sglang, count_sglang, ("sglang==0.5.23",)),
+    Client(
+        "vllm", "0.33.0", CHAT, (*LIGHT, "cloudpickle", "regex", "filelock"), call_vllm, count_vllm, ("vllm==0.33.0",)
+    ),
+)
+CLIENTS = {client.name: client for client in _ALL}

@@ -9,39 +9,52 @@ inference-perf needs a Python of 3.12 or later (`--python`).
 import argparse
 import contextlib
 import dataclasses
-import http.client
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from benchmarks.clients_commands import CLIENTS, OUTPUT, REQUESTS, Client, Counted, Task
 from benchmarks.record import write_record
 from deploy.local.control import ask
 from deploy.local.models import cache_directory, model_directory
+from engine.models.manifest import make_directory
+from engine.models.script import ScriptedConfig
 
 START_S = 180.0
 CLIENT_S = 900.0
-ANSWERED = re.compile(r'tandem_http_requests_total\{route="(?P<route>[^"]*)",status="(?P<status>\d+)"\} (?P<count>\S+)')
-TOKENS = re.compile(r"(?m)^tandem_http_(?P<kind>prompt|completion)_tokens_total (?P<count>\S+)")
+CLIENT_LEFT = 499
+"""Status of an answer that its client did not wait for."""
+LIGHT_MODEL = "scripted-smollm2"
 
 
-def read_counters(address: str, route: str) -> dict[str, int]:
-    """Read from /metrics: answers of one route by status, and tokens."""
-    connection = http.client.HTTPConnection(address, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    found = {
-        match["status"]: int(float(match["count"])) for match in ANSWERED.finditer(text) if match["route"] == route
-    }
-    return found | {match["kind"]: int(float(match["count"])) for match in TOKENS.finditer(text)}
+def write_light_model(directory: Path) -> Path:
+    """Write a model that costs nothing and reads the text of a real one's tokenizer: some clients need its words."""
+    real = model_directory("smollm2", cache_directory(), print)
+
+    def fill(target: Path) -> None:
+        config = ScriptedConfig(vocab_size=49_152, eos_token_id=2)
+        (target / "config.json").write_bytes(msgspec.json.encode(config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(real / name, target / name)
+
+    return make_directory(directory / LIGHT_MODEL, LIGHT_MODEL, fill)
+
+
+def read_access_log(log: Path, route: str, start: int) -> list[dict[str, Any]]:
+    """Read what the gateway wrote about the requests of one route, from a place of its log on."""
+    lines = [json.loads(line) for line in log.read_bytes()[start:].splitlines() if line.startswith(b"{")]
+    return [line for line in lines if line.get("path") == route]
 
 
 def make_environment(client: Client, directory: Path, python: str) -> None:
@@ -70,34 +83,48 @@ def run_client(client: Client, task: Task) -> Counted:
     return client.count(task.out)
 
 
-def compare(counted: Counted, before: dict[str, int], after: dict[str, int]) -> Mapping[str, object]:
+def compare(client: Client, counted: Counted, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return both sides' counts; RuntimeError if they differ or a request failed."""
-    ours = {name: after[name] - before.get(name, 0) for name in after}
-    answers = {status: ours[status] for status in ours if status.isdigit() and ours[status]}
-    both = {"by client": dataclasses.asdict(counted), "by gateway": {"answers": answers, **tokens(ours)}}
-    prompts = counted.prompt_tokens
+    whole = [answer for answer in answers if answer["status"] == HTTPStatus.OK]
+    ours = Counted(
+        num_requests=len(whole),
+        num_errors=sum(answer["status"] not in (HTTPStatus.OK, CLIENT_LEFT) for answer in answers),
+        output_tokens=sum(answer["completion_tokens"] for answer in whole),
+        prompt_tokens=sum(answer["prompt_tokens"] for answer in whole),
+    )
+    num_left = len(answers) - len(whole) - ours.num_errors
+    both = {
+        "by client": dataclasses.asdict(counted),
+        "by gateway": dataclasses.asdict(ours),
+        "left by client": num_left,
+    }
+    expected = dataclasses.replace(ours, prompt_tokens=ours.prompt_tokens if counted.prompt_tokens else None)
+    asked = (REQUESTS, 0, REQUESTS * OUTPUT)
     if (
-        counted.num_errors
-        or counted.num_requests != REQUESTS
-        or counted.output_tokens != REQUESTS * OUTPUT
-        or answers != {"200": REQUESTS}
-        or ours["completion"] != counted.output_tokens
-        or prompts not in (None, ours["prompt"])
+        counted != expected
+        or (ours.num_requests, ours.num_errors, ours.output_tokens) != asked
+        or num_left > client.max_left
     ):
         raise RuntimeError(f"requests failed or the counts differ: {both}")
     return both
 
 
-def tokens(ours: dict[str, int]) -> dict[str, int]:
-    """Name the gateway's counts as the client's."""
-    return {"output_tokens": ours["completion"], "prompt_tokens": ours["prompt"]}
-
-
 @contextlib.contextmanager
-def running_cluster(model: str, directory: Path) -> Generator[str]:
-    """Start a prefill and a decode worker behind a gateway, yield its address, end them."""
+def running_cluster(model: str, directory: Path) -> Generator[tuple[str, str, Path]]:
+    """Start a prefill and a decode worker behind a gateway, yield its address, model and log, end them."""
     run_dir, log = directory / "run", directory / "up.log"
-    command = [sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), "--port", "0", "--model", model]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.cli",
+        "up",
+        "--run-dir",
+        str(run_dir),
+        "--port",
+        "0",
+        "--model",
+        model,
+    ]
     with log.open("w") as out:
         cluster = subprocess.Popen(command, stdout=out, stderr=out)
     try:
@@ -106,7 +133,9 @@ def running_cluster(model: str, directory: Path) -> Generator[str]:
             if cluster.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(log.read_text())
             time.sleep(0.2)
-        yield str(ask(run_dir, {"command": "status"}, print)["http_address"])
+        (gateway_log,) = run_dir.glob("gateway-*.log")
+        status = ask(run_dir, {"command": "status"}, print)
+        yield str(status["http_address"]), str(status["model"]), gateway_log
     finally:
         cluster.send_signal(signal.SIGTERM)
         cluster.wait(90)
@@ -118,23 +147,26 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; all without names")
     parser.add_argument("--environments", type=Path, required=True)
     parser.add_argument("--python", default=sys.executable, help="for environments that are missing")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", help="a light model with a real tokenizer unless given")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    tokenizer = model_directory(options.model, cache_directory(), print)
-    result: dict[str, object] = {"model": options.model}
-    with tempfile.TemporaryDirectory() as work, running_cluster(options.model, Path(work)) as address:
-        for name in options.names or CLIENTS:
-            client = CLIENTS[name]
-            environment = options.environments.absolute() / name
-            make_environment(client, environment, options.python)
-            out = Path(work) / name
-            out.mkdir()
-            before = read_counters(address, client.route)
-            counted = run_client(client, Task(environment, f"http://{address}", options.model, tokenizer, out))
-            both = compare(counted, before, read_counters(address, client.route))
-            result[name] = {"version": client.version, "route": client.route, **both}
-            print(name, json.dumps(result[name]), flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        tokenizer = (
+            model_directory(options.model, cache_directory(), print) if options.model else write_light_model(work)
+        )
+        result: dict[str, object] = {"model": options.model or LIGHT_MODEL}
+        with running_cluster(options.model or str(tokenizer), work) as (address, served, log):
+            for client in (CLIENTS[name] for name in options.names or CLIENTS):
+                make_environment(client, options.environments.absolute() / client.name, options.python)
+                out = work / client.name
+                out.mkdir()
+                start = log.stat().st_size
+                task = Task(options.environments.absolute() / client.name, f"http://{address}", served, tokenizer, out)
+                counted = run_client(client, task)
+                both = compare(client, counted, read_access_log(log, client.route, start))
+                result[client.name] = {"version": client.version, "route": client.route, **both}
+                print(client.name, json.dumps(result[client.name]), flush=True)
     if options.record:
         note = "one prefill and one decode worker over shared memory; every request streams; load of the machine: "
         print(write_record("clients", result, note=f"{note}{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores").name)
