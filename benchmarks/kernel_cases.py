@@ -335,7 +335,7 @@ CASES = (
         (_owned(few_bytes(0.02)), _owned(few_bytes(0.01))),
         small=({"t": 5, "k": 2, "e": 3, "d": 256, "i": 64},),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
-        compiled=({"t": 16, "k": 2, "e": 2, "d": 5120, "i": 2304},),
+        compiled=({"t": 16, "k": 2, "e": 2, "d": 1024, "i": 512},),
     ),
     Case(
         "experts_down",
@@ -343,7 +343,7 @@ CASES = (
         (SUM,),
         small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 256},),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
-        compiled=({"t": 16, "k": 2, "e": 2, "d": 5120, "i": 2304},),
+        compiled=({"t": 16, "k": 2, "e": 2, "d": 1024, "i": 512},),
     ),
     Case(
         "sparse_attention",

@@ -34,6 +34,13 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 MATRIX = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx950": r"v_mfma"}
+_NO_ROOM = "outputs of 64 x 512 and scores need 576 columns of tensor memory, of which there are 512"
+WHY_NOT = {
+    ("_sparse_attention", "gfx950"): "pipelined loads of 64-bit words cannot be copied straight to local memory",
+    ("_sparse_attention", "sm_100"): _NO_ROOM,
+    ("_sparse_attention", "sm_103"): _NO_ROOM,
+}
+"""Kernels that do not compile for a chip, and why."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
@@ -98,6 +105,8 @@ def launches(case: Case, size: dict[str, int]) -> list[Launch]:
 
 def facts(launch: Launch, chip: str) -> dict[str, Any]:
     """Compile a launch for a chip; raises what the compiler raises."""
+    if why := WHY_NOT.get((launch.function.__name__, chip)):
+        return {"kernel": launch.function.__name__, "chip": chip, "matrix": [], "shared": 0, "why_not": why}
     target = TARGETS[chip]
     constants = launch.constants | ({"PTX": False} if chip == "gfx950" and "PTX" in launch.constants else {})
     source = ASTSource(
@@ -118,10 +127,12 @@ def facts(launch: Launch, chip: str) -> dict[str, Any]:
 
 
 @functools.cache
-def wanted() -> list[tuple[str, Launch]]:
-    """Return each distinct launch of the real sizes, with its op."""
+def wanted(only: str | None = None) -> list[tuple[str, Launch]]:
+    """Return each distinct launch of the real sizes, with its op; of one op if named."""
     found: dict[str, tuple[str, Launch]] = {}
     for case in CASES:
+        if only not in (None, case.op):
+            continue
         for size in case.compiled or case.large[:1]:
             for launch in launches(case, size):
                 found.setdefault(launch.key(""), (case.op, launch))

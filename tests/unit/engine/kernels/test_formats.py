@@ -20,7 +20,8 @@ def values() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "is_packed"), [(formats.q8, Q8(32), False), (formats.q4, Q4(32), True), (formats.q4kv, Q4Kv(16), True)]
+    ("ours", "theirs", "is_packed"),
+    [(formats.q8, Q8(32), False), (formats.q4, Q4(32), True), (formats.q4kv, Q4Kv(16), True)],
 )
 def test_quantizers_equal_the_models(ours, theirs, is_packed):
     codes, scales = theirs.encode(values())

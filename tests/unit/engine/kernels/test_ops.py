@@ -9,7 +9,9 @@ import torch
 from engine.kernels.ops import PROVIDERS, REFERENCE, TRITON, Provider, pick, provider_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-OPS = sorted(path.stem for path in Path(importlib.util.find_spec("engine.kernels.reference").origin).parent.glob("*.py"))
+OPS = sorted(
+    path.stem for path in Path(importlib.util.find_spec("engine.kernels.reference").origin).parent.glob("*.py")
+)
 OPS = [op for op in OPS if op not in ("__init__", "formats")]
 
 
@@ -36,6 +38,13 @@ def test_an_installed_vendor_comes_first_for_the_ops_it_has_and_for_no_others():
     assert provider_of("select_top", GPU, (fake, *PROVIDERS)) is fake
     only_other = Provider("vendor", "tests.fakes", "torch", frozenset({"cuda"}))
     assert provider_of("select_top", GPU, (only_other, REFERENCE)) is REFERENCE
+
+
+def test_an_op_that_needs_hopper_falls_back_on_other_chips():
+    triton = Provider("triton", TRITON.module, "torch", TRITON.devices, TRITON.hopper_only)
+    assert provider_of("sparse_attention", GPU, (triton, REFERENCE), 9) is triton
+    assert provider_of("sparse_attention", GPU, (triton, REFERENCE), 10) is REFERENCE
+    assert provider_of("select_top", GPU, (triton, REFERENCE), 10) is triton
 
 
 def test_pick_loads_the_function():

@@ -1,0 +1,56 @@
+"""Every kernel compiles for chips that are not here; what came out is kept by source, so that CI repeats only changes.
+
+`python -m benchmarks.kernel_compile --update tests/unit/engine/kernels/compiled.json` refreshes the facts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[4]
+FACTS = Path(__file__).parent / "compiled.json"
+CHIPS = ("sm_90", "sm_100", "sm_103", "gfx950")
+MATRIX_KERNELS = {"_index_scores", "_experts_up", "_experts_down", "_sparse_attention"}
+ASYNC = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "sm_103": "tcgen05.mma"}
+
+
+@pytest.mark.timeout(300)
+def test_every_launch_compiles_and_products_use_the_matrix_units_of_their_chip(tmp_path):
+    """Facts of unchanged kernels are taken as they are; a changed kernel is compiled here, for all chips."""
+    facts = tmp_path / "compiled.json"
+    facts.write_text(FACTS.read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernel_compile", "--update", str(facts)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = list(json.loads(facts.read_text()).values())
+    by_kernel = {name: {row["chip"] for row in rows if row["kernel"] == name} for name in {r["kernel"] for r in rows}}
+    assert {name: chips for name, chips in by_kernel.items() if chips != set(CHIPS)} == {}
+    assert set(by_kernel) >= MATRIX_KERNELS
+    for row in rows:
+        if row["kernel"] in MATRIX_KERNELS and row["chip"] in ASYNC and "why_not" not in row:
+            assert ASYNC[row["chip"]] in row["matrix"], row
+
+
+@pytest.mark.timeout(300)
+def test_one_kernel_compiles_now_to_what_the_facts_say():
+    """A control: kept facts are reproducible, so a broken compiler or harness does not hide behind them."""
+    code = (
+        "import json, sys; from benchmarks import kernel_compile as c;"
+        "_, launch = c.wanted('index_scores')[0];"
+        "print(json.dumps([launch.key('sm_90'), c.facts(launch, 'sm_90')]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    key, facts = json.loads(done.stdout.splitlines()[-1])
+    kept = json.loads(FACTS.read_text()).get(key)
+    assert kept is None or {k: v for k, v in kept.items() if k != "op"} == facts
