@@ -1,6 +1,6 @@
 """How each public load client is installed and called, and what its report says it counted.
 
-All send `REQUESTS` streaming requests of `OUTPUT` tokens each, `STREAMS` at a time, without warm-up, and are told to
+All send `REQUESTS` streaming requests of `OUTPUT` tokens at most, `STREAMS` at a time, without warm-up, and are told to
 take the tokenizer from a directory; nothing is fetched. `sglang` and `vllm` run without the engine around them.
 """
 
@@ -57,7 +57,7 @@ class Client:
     count: Callable[[Path], Counted]
     without_dependencies: tuple[str, ...] = ()
     max_left: int = 0
-    """How many requests it may leave unfinished once it has enough."""
+    """How many requests it may leave unfinished once it has enough; it may then have asked for more than `REQUESTS`."""
 
 
 def flags(given: Mapping[str, object]) -> list[str]:
@@ -137,7 +137,6 @@ def call_genai_bench(task: Task) -> list[str]:
         "server-version": "0",
         "server-gpu-count": 1,
         "experiment-base-dir": task.out,
-        "additional-request-params": json.dumps({"ignore_eos": True}),
     }
     return [str(task.environment / "bin/genai-bench"), "benchmark", *flags(given)]
 

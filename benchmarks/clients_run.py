@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.clients_commands import CLIENTS, OUTPUT, REQUESTS, Client, Counted, Task
+from benchmarks.clients_commands import CLIENTS, REQUESTS, Client, Counted, Task
 from benchmarks.record import write_record
 from deploy.local.control import ask
 from deploy.local.models import cache_directory, model_directory
@@ -35,6 +34,7 @@ START_S = 180.0
 CLIENT_S = 900.0
 CLIENT_LEFT = 499
 """Status of an answer that its client did not wait for."""
+NOTE = "one prefill and one decode worker over shared memory; every request streams; on a busy machine, so no latencies"
 LIGHT_MODEL = "scripted-smollm2"
 
 
@@ -99,12 +99,8 @@ def compare(client: Client, counted: Counted, answers: list[dict[str, Any]]) -> 
         "left by client": num_left,
     }
     expected = dataclasses.replace(ours, prompt_tokens=ours.prompt_tokens if counted.prompt_tokens else None)
-    asked = (REQUESTS, 0, REQUESTS * OUTPUT)
-    if (
-        counted != expected
-        or (ours.num_requests, ours.num_errors, ours.output_tokens) != asked
-        or num_left > client.max_left
-    ):
+    is_enough = ours.num_requests == REQUESTS or (client.max_left and ours.num_requests > REQUESTS)
+    if counted != expected or ours.num_errors or not is_enough or num_left > client.max_left:
         raise RuntimeError(f"requests failed or the counts differ: {both}")
     return both
 
@@ -167,9 +163,8 @@ def main() -> None:
                 both = compare(client, counted, read_access_log(log, client.route, start))
                 result[client.name] = {"version": client.version, "route": client.route, **both}
                 print(client.name, json.dumps(result[client.name]), flush=True)
-    if options.record:
-        note = "one prefill and one decode worker over shared memory; every request streams; load of the machine: "
-        print(write_record("clients", result, note=f"{note}{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores").name)
+                if options.record:
+                    write_record("clients", result, note=NOTE)
 
 
 if __name__ == "__main__":
