@@ -249,6 +249,13 @@ def read_secret(path: Path | str) -> bytes:
     return secret
 
 
+def prepare_native_libraries() -> None:
+    """Set what native libraries of this very process read only from the environment; before their first use."""
+    # MKL splits a long sum over its threads, so a row's bits would change with the thread count; strict mode forbids
+    # it, at no cost seen on AVX-512. Prefill and decode workers may have different counts and must agree (A14).
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
 def native_environment(*, threads: int = 0) -> dict[str, str]:
     """Return the environment for a child process: ours, plus what native libraries read only there.
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from core.clock import Clock, SystemClock
-from core.config import load, parse_args
+from core.config import load, parse_args, prepare_native_libraries
 from core.errors import ConfigError, InvariantError
 from core.lifecycle import EXIT_CRASH, EXIT_DRAINED, EXIT_PREFLIGHT
 
@@ -160,6 +160,7 @@ def run_process(
 
     `loop_factory` makes the event loop (None: asyncio's own).
     """
+    prepare_native_libraries()
     try:
         arguments = parse_args(argv, prog)
         config = load(kind, arguments.config, arguments.overrides)

@@ -6,6 +6,11 @@ import shutil
 import hypothesis
 import pytest
 
+from core.config import prepare_native_libraries
+
+# As in every process of a cluster: the bit equalities of the tests are theirs.
+prepare_native_libraries()
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("ci")

@@ -34,6 +34,7 @@ class Library:
         self.alive = 0
         self.gate = threading.Event()
         self.gate.set()
+        self.entered = threading.Event()
         self.at_once = 0
         self.most_at_once = 0
         self.registered: list[tuple[int, int]] = []
@@ -53,6 +54,7 @@ class Library:
         return self.alive
 
     def batch_transfer_sync_read(self, peer, local, remote, sizes):
+        self.entered.set()
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.gate.wait(10)
@@ -136,9 +138,12 @@ def test_what_is_open_when_the_engine_is_destroyed_is_proven_over(ends):
     library, reader, peer, _, _ = ends
     library.gate.clear()
     running, waiting = read(reader, peer), read(reader, peer)
+    assert library.entered.wait(10), "the first batch was never started"
     assert reader.wait(running, 0.0) is None
+    lane = reader._peers[peer]
     closing = threading.Thread(target=reader.close)
     closing.start()
+    assert lane._stopping.wait(10), "the engine does not begin to close"
     library.gate.set()
     closing.join(10)
     assert not closing.is_alive()
