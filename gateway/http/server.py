@@ -75,6 +75,7 @@ class HttpServer:
         self._stamp = 0
         self._protocol: type[GuardedProtocol] = guarded(self._guard)
         self._server: _Server | None = None
+        self._listener: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -85,7 +86,7 @@ class HttpServer:
     async def start(self) -> None:
         """Bind and serve; `ConfigError` if the address cannot be bound or a certificate not be read."""
         self._context = _open_context(self._tls)
-        listener = self._listen()
+        listener = self._listener = self._listen()
         self._port = listener.getsockname()[1]
         context = self._context
         config = uvicorn.Config(
@@ -158,13 +159,14 @@ class HttpServer:
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let open answers end, cancel those still open after `grace_s`, and wait until all is closed."""
-        if self._server is None or self._task is None:
+        if self._server is None or self._task is None or self._listener is None:
             return
         self._server.config.timeout_graceful_shutdown = cast("int", grace_s)  # passed on to `wait_for`, a float works
         self._server.should_exit = True
         if not self._server.started:
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=not self._server.started)
+        self._listener.close()  # a task that was cancelled before its first turn never came to its `with`
 
 
 def _open_context(tls: HttpTls) -> ssl.SSLContext | None:

@@ -185,7 +185,8 @@ def test_an_expectation_lives_for_one_to_two_half_lives(script):
         )
         for worker, held in enumerate(index.match(chain, WORKERS).tolist()):
             assert leading(surely[worker], chain) <= held <= leading(possibly[worker], chain)
-    index.expire(now + 5.0)
+    # Two half lives and a bit: `now` is a sum of floats, and exactly half a life may be one rounding short of it.
+    index.expire(now + 5.5)
     index.expire(now + 11.0)
     assert index.speculative_pages == 0
 

@@ -228,7 +228,9 @@ def test_a_crashed_sidecar_costs_its_reads_and_the_next_ones_go_through_another(
     op = target.read(peer)
     os.kill(child.pid, signal.SIGKILL)
     target.until(lambda: target.transport.quiesced(op))
-    assert "status -9" in str(op.error)
+    assert op.state is OpState.FAILED
+    # What it says depends on whether the read had reached the child before it was killed.
+    assert "status -9" in str(op.error) or "is opened again" in str(op.error)
     plan.reader_options.clear()
 
     def reads_again():
