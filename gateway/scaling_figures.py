@@ -3,13 +3,11 @@
 The controller adds the traffic of all gateways and counts each worker once, by the youngest report. Reads only.
 """
 
-from prometheus_client import Counter
-
 from core.lifecycle import State
 from core.worker import Role
 from gateway.admission import Admission
 from gateway.directory import Directory, Member
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, total_of
 
 OWN = "scale/"
 """Prefix of this gateway's own traffic: totals since its start, and what waits now."""
@@ -24,11 +22,11 @@ def scaling_figures(
     values = {
         f"{OWN}queued_samples": float(admission.queued),
         f"{OWN}in_flight_samples": float(admission.in_flight),
-        f"{OWN}prompt_tokens_total": _total(metrics.prompt_tokens),
-        f"{OWN}cached_tokens_total": _total(metrics.cached_tokens),
-        f"{OWN}output_tokens_total": _total(metrics.output_tokens),
-        f"{OWN}pulled_bytes_total": _total(metrics.bytes_pulled),
-        f"{OWN}ended_samples_total": _total(metrics.samples),
+        f"{OWN}prompt_tokens_total": total_of(metrics.prompt_tokens),
+        f"{OWN}cached_tokens_total": total_of(metrics.cached_tokens),
+        f"{OWN}output_tokens_total": total_of(metrics.output_tokens),
+        f"{OWN}pulled_bytes_total": total_of(metrics.bytes_pulled),
+        f"{OWN}ended_samples_total": total_of(metrics.samples),
     }
     for member in directory:
         for fact, value in _worker_facts(member, directory.ttl_s, now).items():
@@ -58,8 +56,3 @@ def _worker_facts(member: Member, ttl_s: float, now: float) -> dict[str, float]:
             "step_s": load.step_ms / 1000.0,
         }
     return facts
-
-
-def _total(counter: Counter) -> float:
-    """Return a counter's value over all its labels."""
-    return sum(s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total"))

@@ -1,14 +1,13 @@
 """Composes the controller process: lock, gateways, place, health listener."""
 
 import asyncio
-import secrets
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import read_secret
 from core.errors import ConfigError
-from core.ids import Incarnation
+from core.ids import fresh_incarnation
 from core.lifecycle import State
 from core.listener import Listener, Probes
 from core.metrics import Metrics
@@ -76,7 +75,7 @@ async def control(config: ControllerConfig, departure: Departure, actuator: Actu
 def proof_of(section: ControllerSection) -> Proof:
     """Return what proves this controller to the other processes; raises ConfigError for a secret that cannot be read."""
     secret = read_secret(section.secret_file) if section.secret_file else b""
-    return Proof(secret, Incarnation(secrets.token_hex(16)), check_tls(section.tls))
+    return Proof(secret, fresh_incarnation(), check_tls(section.tls))
 
 
 def _probes(name: str, metrics: Metrics, departure: Departure) -> Probes:
