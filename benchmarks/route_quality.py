@@ -1,10 +1,12 @@
 """Routing quality by simulation over public traces: goals, hit share and load spread, late events, restarts, gateways.
 
-    python -m benchmarks.route_quality --traces DIR --part goals|quality|azure|faults
+    python -m benchmarks.route_quality --traces DIR --part goals|quality|population|azure|faults
 
 Service time, queue and cache as in `benchmarks.simulator`. Arrivals are sped up until workers are busy: 0.225 times
 the recorded rate of `conversation` a worker, 0.2 of `synthetic`. The agentic trace is its first 300 sessions, which
-start at random on average `gap_s` apart (the file starts all at once); a turn follows the answer before it.
+start at random on average `gap_s` apart (the file starts all at once); a turn follows the answer before it. In the
+part `population` larger fleets get more users (copies of a trace with blocks of their own) instead of the same ones
+faster: every worker has as much to do as of four.
 """
 
 import argparse
@@ -90,6 +92,20 @@ def quality(directory: Path) -> Iterator[Row]:
             yield one(trace, policy, Scene(workers=workers, cache_blocks=ENDLESS))
 
 
+def population(directory: Path) -> Iterator[Row]:
+    """Hit share and load spread where the number of users grows with the fleet."""
+    policies = (OURS, ORACLE, "random", "least_loaded", "cache_aware", "overlap_cost")
+    for name, rate in RATES.items():
+        trace = beginning(name, directory).faster(rate * 4)
+        for workers in (4, 16, 64):
+            for policy in policies:
+                yield one(trace.superposed(workers // 4), policy, Scene(workers=workers, cache_blocks=ENDLESS))
+    for workers, copies in ((4, 1), (16, 4), (64, 16)):
+        trace = agentic(directory, 6.0, sessions=125).superposed(copies)
+        for policy in (OURS, ORACLE, "overlap_cost"):
+            yield one(trace, policy, Scene(workers=workers, cache_blocks=ENDLESS))
+
+
 def azure(directory: Path) -> Iterator[Row]:
     """Load spread only: these traces have no block ids, so nothing is ever cached."""
     for name in ("azure_conv", "azure_code"):
@@ -121,7 +137,7 @@ def faults(directory: Path) -> Iterator[Row]:
         yield one(trace, "overlap_cost", scenes[name], situation=name)
 
 
-PARTS = {"goals": goals, "quality": quality, "azure": azure, "faults": faults}
+PARTS = {"goals": goals, "quality": quality, "population": population, "azure": azure, "faults": faults}
 NOTE = (
     "Simulated: FIFO prefill, service time 0.02 + u/12000 + 1.2e-9*u*(n-u/2) s, LRU caches of 512-token blocks, the "
     "product's own routing code. Peers' policies are re-implementations of their published formulas with our queue "

@@ -71,3 +71,14 @@ def test_more_sessions_than_fit_are_held_and_all_end():
     assert len(gated.ttft) == len(free.ttft) == 24 * 6
     assert gated.hit_share > free.hit_share
     assert gated.end_s < free.end_s
+
+
+def test_superposed_populations_share_nothing_and_keep_what_each_shares():
+    many = TRACE.superposed(4)
+    assert len(many.turns) == 4 * len(TRACE.turns)
+    assert [turn.at for turn in many.turns] == sorted(turn.at for turn in many.turns)
+    distinct = {block for turn in TRACE.turns for block in turn.blocks}
+    assert len({block for turn in many.turns for block in turn.blocks}) == 4 * len(distinct)
+    assert len({turn.session for turn in many.turns}) == 4 * len({turn.session for turn in TRACE.turns})
+    four = run(scene=Scene(workers=16, cache_blocks=400), trace=many)
+    assert four.hit_share > 0.8 * run().hit_share
