@@ -47,6 +47,8 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name that clients use; empty: the model's own."""
     dtype: str = ""
     """f32 | f64 | bf16; empty: the checkpoint's."""
+    device: str = "cpu"
+    """Where weights and KV lie: cpu | cuda | cuda:N | auto (the first GPU if there is one, else the CPU)."""
     mode: str = ""
     """For models that can replay windows: exact | replay | mask (means the same as replay, computes everything). Empty:
     the model's own default."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from core.clock import Clock
 from core.errors import ConfigError
@@ -17,8 +18,9 @@ from core.ids import Incarnation, WorkerId
 from core.kv import KVLayout
 from core.worker import Registration, Role
 from core.worker_config import ModelSection, WorkerSection
-from engine.cache.kv_memory import KVMemory, region_sizes
+from engine.cache.kv_memory import Buffer, KVMemory, region_sizes
 from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, check_image_room, plan_capacity
+from engine.device import resolve_device
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
@@ -44,6 +46,11 @@ class LoadedModel:
     """`Namespace.encode()`: what its cached pages mean."""
     num_drafts: int = 0
     """Tokens that its drafter proposes at a time; 0: no speculation."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie and its KV must."""
+        return self.model.device
 
     @property
     def fingerprint(self) -> bytes:
@@ -99,6 +106,7 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
         name=section.name or None,
         dtype=section.dtype or None,
         mode=section.mode or None,
+        device=resolve_device(section.device),
         verify=section.verify,
     )
     facts = model.facts
@@ -139,7 +147,7 @@ def drafts_of(model: Model, speculation: SpeculationConfig) -> int:
 
 def open_engine(
     loaded: LoadedModel,
-    buffers: Sequence[memoryview],
+    buffers: Sequence[Buffer],
     *,
     secret: bytes,
     sink: EventSink,

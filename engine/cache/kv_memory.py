@@ -21,6 +21,8 @@ import torch
 from core.errors import InvariantError
 from core.kv import Component, ComponentKind, KVLayout
 
+Buffer = memoryview | torch.Tensor
+"""Memory of one region: a writable view of host memory, or a 1-D uint8 tensor on any device."""
 RECORD_ALIGN_BYTES = 64
 REGION_ALIGN_BYTES = 4096
 
@@ -85,20 +87,21 @@ def anonymous_buffers(layout: KVLayout) -> list[memoryview]:
 class KVMemory:
     """Tensors over the regions of one layout; implements `engine.models.model.KVTensors`.
 
-    Every buffer must be writable, contiguous and at least as long as its region; it is kept alive by the tensors.
+    Every buffer must be writable, contiguous and at least as long as its region, all on one device; it is kept alive by
+    the tensors.
     """
 
-    def __init__(self, layout: KVLayout, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, layout: KVLayout, buffers: Sequence[Buffer]) -> None:
         sizes = region_sizes(layout)
         if len(buffers) != len(sizes):
             raise InvariantError(f"{len(buffers)} buffers for {len(sizes)} regions")
         self.layout = layout
         self._tensors: dict[str, torch.Tensor] = {}
         for component in layout.components:
-            buffer = buffers[component.region]
-            if buffer.readonly or buffer.nbytes < sizes[component.region]:
+            flat = _bytes_of(buffers[component.region])
+            if flat is None or flat.numel() < sizes[component.region]:
                 raise InvariantError(f"buffer of region {component.region} is too short or can not be written")
-            self._tensors[component.name] = _over(component, buffer)
+            self._tensors[component.name] = _over(component, flat)
         self._kinds = {component.name: component.kind for component in layout.components}
 
     def paged(self, component: str) -> torch.Tensor:
@@ -126,7 +129,14 @@ def _dtype(component: Component) -> torch.dtype:
     return dtype
 
 
-def _over(component: Component, buffer: memoryview) -> torch.Tensor:
+def _bytes_of(buffer: Buffer) -> torch.Tensor | None:
+    """Return the buffer as uint8 [n]; None if it cannot be written through."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer if buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous() else None
+    return None if buffer.readonly else torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _over(component: Component, buffer: torch.Tensor) -> torch.Tensor:
     dtype = _dtype(component)
     shape = record_shape(component)
     inner: list[int] = []
@@ -134,7 +144,7 @@ def _over(component: Component, buffer: memoryview) -> torch.Tensor:
     for size in reversed(shape):
         inner.insert(0, step)
         step *= size
-    flat = torch.frombuffer(buffer, dtype=dtype, count=buffer.nbytes // dtype.itemsize)
+    flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     stride = component.stride_bytes // dtype.itemsize
     return flat.as_strided(
         (component.num_records, *shape), (stride, *inner), storage_offset=component.offset // dtype.itemsize

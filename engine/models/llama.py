@@ -15,6 +15,7 @@ from core.kv import Component, ComponentKind, KVLayout
 from engine.attention.paged import PagedAttention
 from engine.attention.ring import RingAttention
 from engine.batch import ForwardBatch
+from engine.device import CPU
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
@@ -67,6 +68,8 @@ class _Step:
 
 class LlamaModel:
     """Implements `engine.models.model.Model`. Stateless but for its weights; safe to share between executors."""
+
+    device = CPU
 
     def __init__(self, config: LlamaConfig, facts: ModelFacts, weights: Weights, dtype: torch.dtype) -> None:
         self.facts = facts

@@ -52,6 +52,8 @@ class Model(Protocol):
     """A loaded model. Weights are immutable; all sequence state is in `KVTensors`."""
 
     facts: ModelFacts
+    device: torch.device
+    """Where its weights lie, and the tensors that `forward` takes and returns."""
 
     def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
         """Return the components this model keeps, one region per component (region index = component index)."""
@@ -59,6 +61,15 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, vocab] (float32 or float64) for `batch.sample_at`."""
+        ...
+
+
+@runtime_checkable
+class GraphModel(Model, Protocol):
+    """A model whose forward can be captured once and replayed over other contents of the same tensors."""
+
+    def graph_ready(self, batch: ForwardBatch) -> bool:
+        """Return whether the forward of batches of this shape never waits for the device and reads no host array."""
         ...
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from core.errors import CheckpointError
-from engine.models.manifest import MANIFEST, Manifest, read_manifest
+from engine.device import CPU
+from engine.models.manifest import MANIFEST, read_manifest
 from engine.models.model import Model
 
 _LOADERS = {
@@ -22,6 +24,8 @@ _LOADERS = {
 """Architecture name of config.json -> module with `load(directory, config, manifest, name, dtype) -> Model`."""
 _WITH_MODES = ("engine.models.deepseek_v41.family",)
 """Modules whose `load` also takes `mode`."""
+_WITH_DEVICE: tuple[str, ...] = ()
+"""Modules whose `load` also takes `device`; models of all others run on the CPU only."""
 
 
 def load_model(
@@ -30,22 +34,24 @@ def load_model(
     name: str | None = None,
     dtype: str | None = None,
     mode: str | None = None,
+    device: torch.device = CPU,
     verify: bool = True,
 ) -> Model:
     """Load the model of a directory.
 
     `name` is what clients call it (default: the manifest's, else the directory's); `dtype` one of f32, f64, bf16
-    (default: the checkpoint's); `mode` how a model that can replay deals with windows (default: the model's own). With
-    `verify`, file checksums are compared too. Raises `CheckpointError`.
+    (default: the checkpoint's); `mode` how a model that can replay deals with windows (default: the model's own);
+    `device` where its weights lie. With `verify`, file checksums are compared too. Raises `CheckpointError`.
     """
-    model = _load(directory, read_manifest(directory, verify=False), name, dtype, mode)
+    model = _load(directory, name, dtype, mode, device)
     if verify and (directory / MANIFEST).exists():
         # After loading, whose errors name the tensor that is wrong and not only its file.
         read_manifest(directory, verify=True)
     return model
 
 
-def _load(directory: Path, manifest: Manifest, name: str | None, dtype: str | None, mode: str | None) -> Model:
+def _load(directory: Path, name: str | None, dtype: str | None, mode: str | None, device: torch.device) -> Model:
+    manifest = read_manifest(directory, verify=False)
     path = directory / "config.json"
     try:
         config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -59,8 +65,13 @@ def _load(directory: Path, manifest: Manifest, name: str | None, dtype: str | No
         known = ", ".join(sorted(_LOADERS))
         raise CheckpointError(f"{path} names architecture {architectures[0]}; supported are {known}")
     load: Callable[..., Model] = importlib.import_module(module).load
+    options: dict[str, Any] = {}
     if module in _WITH_MODES:
-        return load(directory, config, manifest, name or manifest.name, dtype, mode=mode)
-    if mode not in (None, "exact"):
+        options["mode"] = mode
+    elif mode not in (None, "exact"):
         raise CheckpointError(f"{path} is a model that is always exact; mode {mode!r} is not for it")
-    return load(directory, config, manifest, name or manifest.name, dtype)
+    if module in _WITH_DEVICE:
+        options["device"] = device
+    elif device.type != "cpu":
+        raise CheckpointError(f"{path} is a model that runs on the CPU only; set model.device to cpu, not {device}")
+    return load(directory, config, manifest, name or manifest.name, dtype, **options)

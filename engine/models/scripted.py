@@ -15,6 +15,7 @@ import torch
 from core.errors import CheckpointError
 from core.kv import ComponentKind, KVLayout
 from engine.batch import ForwardBatch
+from engine.device import CPU
 from engine.models.components import token_component
 from engine.models.manifest import Manifest
 from engine.models.model import KVTensors, ModelFacts
@@ -27,6 +28,8 @@ SECOND_LOGIT = 20.0
 
 class ScriptedModel:
     """Implements `engine.models.model.Model` without arithmetic on weights."""
+
+    device = CPU
 
     def __init__(self, config: ScriptedConfig, facts: ModelFacts) -> None:
         self.facts = facts

@@ -16,6 +16,7 @@ class DraftingModel:
 
     def __init__(self, model, texts, is_right=lambda: True, *, num_drafts=4, logits=False):
         self.facts = model.facts
+        self.device = model.device
         self.num_drafts = num_drafts
         self.texts = texts
         self.is_right = is_right

@@ -57,6 +57,7 @@ class DeepseekModel:
     ) -> None:
         """`token_map` int64 [vocab]: compressed ids, for models with Engram. Raises `ConfigError`."""
         self.facts = facts
+        self.device = weights.embed.device
         self.image_encoder = image_encoder
         self.config = config
         self.replay = replay or DecoderReplay()

@@ -173,3 +173,14 @@ def test_records_without_heads_are_flat_and_their_parts_are_views():
     pages[3, 20:60].unflatten(0, (4, 10))[1, 2] = 7
     assert pages[3, 32] == 7
     assert int(pages.sum()) == 7
+
+
+def test_a_tensor_serves_as_a_buffer_and_must_be_plain_bytes():
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in region_sizes(WHOLE)]
+    memory = KVMemory(WHOLE, buffers)
+    memory.paged("kv")[3].fill_(1.0)
+    assert buffers[0][3 * 1024 : 3 * 1024 + 960].view(torch.float32).eq(1.0).all()
+    assert buffers[0].count_nonzero() == 2 * 240  # two bytes of a 1.0
+    for wrong in (buffers[0].view(torch.int32), buffers[0].view(2, -1), buffers[0].repeat(2)[::2], buffers[0][:4096]):
+        with pytest.raises(InvariantError):
+            KVMemory(WHOLE, [wrong, *buffers[1:]])

@@ -28,6 +28,7 @@ class CountingModel:
         history_tokens=2,
     )
     num_drafts = K
+    device = torch.device("cpu")
 
     def __init__(self):
         self.batches, self.observed, self.wanted = [], [], []
