@@ -31,8 +31,29 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """The rows of a step for kernels: tensors on the device, and bounds that the host knows.
+
+    In a captured step the batch is padded: a padding row has no query tokens (`q_start` repeats its end), a padding token
+    has id 0, position 0 and slot -1, which stores nothing. What comes out for padding means nothing.
+    """
+
+    rows: torch.Tensor  # int32 [b] engine rows
+    q_start: torch.Tensor  # int32 [b+1]
+    seq_start: torch.Tensor  # int32 [b] tokens in KV before this step
+    max_q: int
+    """No row has more query tokens."""
+    max_length: int
+    """No row has more tokens in KV after this step."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """b rows, t query tokens. Host arrays are for control flow, tensors for arithmetic; row order is equal in all."""
+    """b rows, t query tokens. Host arrays are for control flow, tensors for arithmetic; row order is equal in all.
+
+    With `device_rows` every tensor is on the model's device, `page_table` is int32 and may be wider than this step needs
+    (what is in columns past a row's pages is not defined), and a forward that may be captured reads no host array.
+    """
 
     token_ids: torch.Tensor  # int64 [t]
     positions: torch.Tensor  # int64 [t] absolute positions
@@ -52,6 +73,8 @@ class ForwardBatch:
     """None: no row has floors, everything is written, every row runs whole."""
     images: ImageRows | None = None
     """None: the step computes no position of an image."""
+    device_rows: DeviceRows | None = None
+    """None: the step runs on host memory."""
 
     @property
     def num_rows(self) -> int:
