@@ -5,7 +5,7 @@ Pure. Knows no request and no HTTP.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -105,6 +105,11 @@ class CallGrammar(Protocol):
         """What calls begin with, if the answer may also be a text: it tells the two apart."""
         ...
 
+    @property
+    def bare(self) -> str:
+        """Without a `begin`: the character that makes an answer which begins with it one of calls."""
+        ...
+
     def write(self, demand: Demand, parts: Parts) -> str:
         """Add the rules of the calls of `demand`; return how they go on behind `begin`."""
         ...
@@ -129,9 +134,6 @@ def chat_grammar(
     demand = read_demand(tools, choice, has_shape=shape is not None)
     if demand is None or syntax is None:
         return None if shape is None else content_grammar(shape, thought)
-    if not demand.is_required and shape is None and not syntax.begin:
-        # Nothing tells where a text ends and calls begin.
-        return None
     parts = Parts()
     parts.sources += [Source(function.param, function.schema) for function in demand.functions if function.schema]
     rest = syntax.write(demand, parts)
@@ -141,8 +143,11 @@ def chat_grammar(
         answer = rest if is_begun else f"{before}{calls}"
     elif shape is not None:
         answer = f"({parts.shape(shape)} | {before}{calls})"
-    else:
+    elif syntax.begin:
         answer = f"({_text_or(syntax.begin, calls, parts)})"
+    else:
+        parts.rules.append(f"PLAIN: /\\s*([^\\s\\{syntax.bare}](.|\\n)*)?/")
+        answer = f"({calls} | PLAIN)"
     parts.rules = [f"start: {'thought ' if thought else ''}{answer}", *thought, *parts.rules]
     if not parts.sources:
         parts.sources.append(Source("tools"))
@@ -162,8 +167,34 @@ def _text_or(begin: Literal, calls: str, parts: Parts) -> str:
     return f"TEXT | head {rest}"
 
 
+def parameters(function: Function) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yield (name, schema, whether it is required) in the schema's order; raises `BadRequest` for one that is nowhere.
+
+    Only for a function with a schema. Definitions that the whole schema has are put into those of its parameters.
+    """
+    schema = cast("Mapping[str, Any]", function.schema)
+    required = set(cast("list[str]", schema.get("required") or ()))
+    properties = cast("Mapping[str, Any]", schema.get("properties") or {})
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    if missing := required - properties.keys():
+        name = min(missing)
+        raise BadRequest(f"`{function.param}.required` names {name!r}, which is no property", param=function.param)
+    for name, inner in properties.items():
+        fields = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+        yield name, {**shared, **fields}, name in required
+
+
+def raw_text(schema: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return what a string between marks may be: some texts, or none named for any; None if it has to follow a rule."""
+    if isinstance(schema.get("enum"), list):
+        return [one for one in cast("list[Any]", schema["enum"]) if isinstance(one, str)]
+    return None if any(key in schema for key in _GUIDED) else ()
+
+
 class JsonCallGrammar:
     """Calls as JSON objects with a name and arguments, each between two marks, or all in one list."""
+
+    bare = "{"
 
     def __init__(
         self, begin: str, between: str, end: str, added: Mapping[str, int], *, arguments: str = "arguments"
@@ -187,6 +218,8 @@ class JsonCallGrammar:
 
 class DsmlCallGrammar:
     """DeepSeek's markup: a block of invokes, each parameter between marks of its own."""
+
+    bare = ""
 
     def __init__(self, mark: int, *, gap: str, block: str) -> None:
         """`mark` is the id of the token in every tag, `gap` what follows it, `block` the name of the outermost tag."""
@@ -226,27 +259,18 @@ class DsmlCallGrammar:
 
     def _parameters(self, number: int, function: Function, parts: Parts) -> str:
         """Return the parameters in the schema's order, those that are not required as they come or not."""
-        schema = cast("Mapping[str, Any]", function.schema)
-        required = set(cast("list[str]", schema.get("required") or ()))
-        properties = cast("Mapping[str, Any]", schema.get("properties") or {})
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        if missing := required - properties.keys():
-            name = min(missing)
-            raise BadRequest(f"`{function.param}.required` names {name!r}, which is no property", param=function.param)
         rules: list[str] = []
-        for index, (name, inner) in enumerate(properties.items()):
+        for index, (name, schema, is_required) in enumerate(parameters(function)):
             rule = f"p{number}_{index}"
-            parts.rules.append(f"{rule}: {self._parameter(name, inner, shared, parts)}")
-            rules.append(rule if name in required else f"{rule}?")
+            parts.rules.append(f"{rule}: {self._parameter(name, schema, parts)}")
+            rules.append(rule if is_required else f"{rule}?")
         return " ".join(rules)
 
-    def _parameter(self, name: str, schema: Any, shared: Mapping[str, Any], parts: Parts) -> str:
-        fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
-        is_text = fields.get("type") == "string"
-        if is_text and isinstance(fields.get("enum"), list):
-            texts = [one for one in cast("list[Any]", fields["enum"]) if isinstance(one, str)]
+    def _parameter(self, name: str, schema: Mapping[str, Any], parts: Parts) -> str:
+        texts = raw_text(schema) if schema.get("type") == "string" else None
+        if texts is None:
+            # Also a text that must follow a rule: as JSON it can be made to.
+            return f'{self._open(name, is_text=False)} {parts.schema(schema)} "</" close'
+        if texts:
             return f'{self._open(name, is_text=True)} ({" | ".join(map(quoted, texts))}) "</" close'
-        if is_text and not any(key in fields for key in _GUIDED):
-            return f"{self._open(name, is_text=True)} until+ close"
-        # Also a text that must follow a rule: as JSON it can be made to.
-        return f'{self._open(name, is_text=False)} {parts.schema({**shared, **fields})} "</" close'
+        return f"{self._open(name, is_text=True)} until+ close"

@@ -97,7 +97,7 @@ class TemplateChat:
         elif parsing.tool_calls != "none":
             self._syntax = SYNTAXES[parsing.tool_calls]
         self._calls: CallGrammar | None = None
-        if self._syntax is not None and self._syntax.grammar is not None:
+        if self._syntax is not None:
             self._calls = self._syntax.grammar(tokenizer.added_tokens)
 
     @property
@@ -154,10 +154,6 @@ class TemplateChat:
         """Return the tools that the prompt offers."""
         if chat.tools and self._syntax is None:
             raise BadRequest("this model's chats have no tool calls; leave `tools` out", param="tools")
-        if chat.tool_choice not in (None, "none", "auto") and self._calls is None:
-            raise BadRequest(
-                "`tool_choice`: calls cannot be forced from this model; send auto or none", param="tool_choice"
-            )
         for index, tool in enumerate(chat.tools):
             function: Any = tool.get("function")
             if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):

@@ -10,6 +10,8 @@ from gateway.text.calls.parser import CallParser
 from gateway.text.calls.python_calls import PythonCalls
 from gateway.text.calls.tagged_calls import TaggedCalls
 from gateway.text.grammar_calls import CallGrammar, JsonCallGrammar
+from gateway.text.grammar_python import PythonCallGrammar
+from gateway.text.grammar_tagged import TaggedCallGrammar
 
 Tools = Sequence[Mapping[str, Any]]
 """In OpenAI's shape."""
@@ -26,10 +28,10 @@ class CallSyntax:
     """Texts in a chat template, any of which tells that it teaches this syntax."""
     open: Callable[[Tools], CallParser]
     """Returns a parser for one answer."""
+    grammar: Callable[[Mapping[str, int]], CallGrammar]
+    """From the ids of added tokens: how calls are enforced."""
     inner: tuple[str, ...] = ()
     """More special tokens to show."""
-    grammar: Callable[[Mapping[str, int]], CallGrammar] | None = None
-    """From the ids of added tokens: how calls are enforced; None: they cannot be."""
 
 
 def _names(tools: Tools) -> frozenset[str]:
@@ -39,31 +41,35 @@ def _names(tools: Tools) -> frozenset[str]:
 _CALL, _CALL_END, _LIST, _TAG = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 SYNTAXES: Mapping[CallFormat, CallSyntax] = {
     "tagged": CallSyntax(
-        (_CALL, "<function="), ("<function=",), lambda tools: CallParser(TaggedCalls(tools), (_CALL,))
+        (_CALL, "<function="),
+        ("<function=",),
+        lambda tools: CallParser(TaggedCalls(tools), (_CALL,)),
+        TaggedCallGrammar,
     ),
     "hermes": CallSyntax(
         (_CALL,),
         (_CALL,),
         lambda _: CallParser(JsonCalls(), (_CALL,)),
-        grammar=partial(JsonCallGrammar, f"{_CALL}\n", f"\n{_CALL_END}\n{_CALL}\n", f"\n{_CALL_END}"),
+        partial(JsonCallGrammar, f"{_CALL}\n", f"\n{_CALL_END}\n{_CALL}\n", f"\n{_CALL_END}"),
     ),
     "mistral": CallSyntax(
         (_LIST,),
         (_LIST,),
         lambda _: CallParser(MistralCalls(), (_LIST,)),
+        partial(JsonCallGrammar, f"{_LIST}[", ", ", "]"),
         ("[ARGS]", "[CALL_ID]"),
-        grammar=partial(JsonCallGrammar, f"{_LIST}[", ", ", "]"),
     ),
     "pythonic": CallSyntax(
         ("<|python_start|>",),
         ("<|python_start|>", "[func_name1("),
         lambda tools: CallParser(PythonCalls(_names(tools)), ("<|python_start|>",), bare="["),
+        PythonCallGrammar,
     ),
     "llama": CallSyntax(
         (_TAG,),
         (_TAG, '{"name": function name, "parameters"'),
         lambda tools: CallParser(JsonCalls(_names(tools)), (_TAG,), bare="{"),
-        grammar=partial(JsonCallGrammar, "", "", "", arguments="parameters"),
+        partial(JsonCallGrammar, "", "", "", arguments="parameters"),
     ),
 }
 """In the order in which templates are asked for them: the telling ones first."""

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from gateway.text.calls.parser import CallSink
 
+_ANY = "any"
+"""Type of a parameter whose schema names none: JSON, if it is."""
 _TAG = re.compile(r"<(?P<close>/?)(?P<kind>function|parameter)(?:=(?P<name>[^>]*))?>$")
 
 
@@ -57,7 +59,7 @@ class TaggedCalls:
 def _types(function: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = cast("Mapping[str, Any]", function.get("parameters") or {})
     properties = cast("Mapping[str, Mapping[str, Any]]", parameters.get("properties") or {})
-    return {name: schema.get("type") for name, schema in properties.items()}
+    return {name: schema.get("type", _ANY) for name, schema in properties.items()}
 
 
 def _value(text: str, kind: Any) -> str:

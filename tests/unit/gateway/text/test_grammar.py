@@ -252,11 +252,87 @@ def test_other_models_calls_fit_too_and_are_read_back(accepts, syntax, call):
     _, calls = parser.push(call)
     assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", json.loads(ARGUMENTS))]
     auto = chat_grammar([WEATHER], "auto", None, made)
-    if syntax == "llama":
-        assert auto is None, "nothing tells its calls from text"
-    else:
-        assert accepts(auto, "text") and accepts(auto, f"text {call}")
-        assert not accepts(auto, call.replace("3", '"3"'))
+    assert accepts(auto, "text") and accepts(auto, call) and accepts(auto, "")
+    # What is bare makes a call only where it is first.
+    assert accepts(auto, f"text {call}")
+    assert not accepts(auto, call.replace("3", '"3"'))
+
+
+PLACE = tool(
+    "place",
+    True,
+    city={"type": "string"},
+    days={"type": "integer", "maximum": 9},
+    unit={"type": "string", "enum": ["c", "f"]},
+    at={"type": "array", "items": {"type": "string"}},
+)
+FULL = {"city": 'Pa"ris\n</x>', "days": 3, "unit": "c", "at": ["\u00e9", "/"]}
+
+
+def tagged(**values):
+    lines = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<function=place>\n{lines}</function>"
+
+
+def python(name="place", **values):
+    return f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in values.items())})"
+
+
+@pytest.mark.parametrize(
+    ("syntax", "ways"),
+    [
+        (
+            "tagged",
+            {
+                "full": f"<tool_call>\n{tagged(**{**FULL, 'at': json.dumps(FULL['at'], ensure_ascii=False)})}\n</tool_call>",
+                "least": f"<tool_call>\n{tagged(city='x')}\n</tool_call>",
+                "two": f"<tool_call>\n{tagged(city='x')}\n</tool_call>\n<tool_call>\n{tagged(city='y')}\n</tool_call>",
+                "wrong": f"<tool_call>\n{tagged(city='x', days='many')}\n</tool_call>",
+                "lacking": f"<tool_call>\n{tagged(days='3')}\n</tool_call>",
+            },
+        ),
+        (
+            "pythonic",
+            {
+                "full": f"[{python(**FULL)}]",
+                "least": f"[{python(city='x')}]",
+                "two": f"[{python(city='x')}, {python(city='y')}]",
+                "wrong": f"[{python(city='x', days='many')}]",
+                "lacking": f"[{python(days=3)}]",
+            },
+        ),
+    ],
+)
+def test_calls_between_tags_and_in_python_are_enforced_and_read_back(accepts, syntax, ways):
+    made = SYNTAXES[syntax].grammar(ADDED)
+    expected = {"full": [FULL], "least": [{"city": "x"}], "two": [{"city": "x"}, {"city": "y"}]}
+    for choice in ("required", "auto"):
+        grammar = chat_grammar([PLACE, OTHER], choice, None, made)
+        for way, arguments in expected.items():
+            assert accepts(grammar, ways[way]), (choice, way)
+            _, calls = SYNTAXES[syntax].open([PLACE, OTHER]).push(ways[way])
+            assert [json.loads(one.arguments) for one in calls] == arguments
+        assert not accepts(grammar, ways["wrong"])
+        assert not accepts(grammar, ways["lacking"])
+        assert accepts(grammar, "Text.") == (choice == "auto")
+    loose = chat_grammar([PLACE, OTHER], "auto", None, made)
+    other = ways["least"].replace("place", "other").replace("city", "anything")
+    assert accepts(loose, other)
+    single = chat_grammar([PLACE], {"type": "function", "function": {"name": "place"}}, None, made)
+    assert accepts(single, ways["least"]) and not accepts(single, ways["two"])
+
+
+def test_json_escapes_in_python_calls_are_jsons():
+    call = r'[place(city="\ud83d\ude00 a\/b", days=-1, unit=null, at=[true, False, {"k": None}])]'
+    _, (one,) = SYNTAXES["pythonic"].open([PLACE]).push(call)
+    assert json.loads(one.arguments) == {"city": "😀 a/b", "days": -1, "unit": None, "at": [True, False, {"k": None}]}
+
+
+def test_a_bare_string_that_must_follow_a_rule_is_refused_where_it_cannot():
+    made = SYNTAXES["tagged"].grammar(ADDED)
+    with pytest.raises(BadRequest, match="bare") as error:
+        chat_grammar([WEATHER], "required", None, made)
+    assert error.value.param == "tools[0].function.parameters.properties.code"
 
 
 def test_marks_of_calls_that_are_tokens_are_written_as_tokens(accepts):
