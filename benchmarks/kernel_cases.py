@@ -16,6 +16,7 @@ from benchmarks.kernel_case import (
     size_of,
     turns,
 )
+from benchmarks.kernel_cases_attention import CASES_ATTENTION
 from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
 from engine.kernels.reference.sort_routes import sort_routes
 
@@ -362,4 +363,5 @@ CASES = (
         ),
         compiled=({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": 4},),
     ),
+    *CASES_ATTENTION,
 )
