@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--set", action="append", default=[], metavar="ROLE:KEY=VALUE", help="as for up")
     rollout.add_argument("--model", help="other weights under the same public name: a built-in or a DIRECTORY")
     rollout.add_argument("--surge", type=_positive, default=1, help="workers of a pool to start at a time (default 1)")
+    rollout.add_argument("--to", help="with --on k8s: the folder whose workers replace the present ones, pair by pair")
     rollout.add_argument("--abort", action="store_true", help="end the running rollout and go back")
     rollout.set_defaults(run=_rollout)
     drain = add("drain", "let one worker finish its work and leave, e.g. decode-1")
@@ -207,6 +208,10 @@ def _rollout(options: argparse.Namespace) -> int:
         _ask(options, {"command": "abort"})
         return 0
     body: dict[str, object] = {"command": "rollout", "sets": _sets(options.set), "surge": options.surge}
+    if options.to:
+        if options.on != "k8s":
+            raise ConfigError("--to is a folder of Kubernetes manifests; use it with --on k8s")
+        body["to"] = options.to
     if options.model:
         # On Ray every host finds the model for itself.
         is_here = options.on == "local"

@@ -5,17 +5,22 @@ Installing and removing is kubectl's own: `kubectl apply -k OVERLAY`, `kubectl d
 
 import asyncio
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import cast
 
 from core.clock import SystemClock
 from core.errors import ConfigError
+from core.ids import fresh_incarnation
 from deploy.actuators.factory import REMOVE_TIMEOUT_S
 from deploy.actuators.kubectl_api import KubectlApi
 from deploy.actuators.kubernetes import LEASE, KubernetesActuator
 from deploy.actuators.kubernetes_api import KubernetesApi
 from deploy.cluster_description import ROLES
+from deploy.controller.lease import LeaseLock
+from deploy.kubernetes_rollout import PairRollout, is_running
 from deploy.local.control import Progress, Reply
+from deploy.validate_k8s import build
 
 ROLLED = ("decode", "prefill", "gateway")
 """In this order, one at a time: a pool that fails to come up stops the rest."""
@@ -31,6 +36,8 @@ def k8s_ask(namespace: str, body: Reply, report: Progress, kubectl: Sequence[str
         remove_timeout_s=REMOVE_TIMEOUT_S,
         drain=api.drain,
     )
+    if body["command"] in {"scale", "drain"} and is_running(api):
+        raise ConfigError("a rollout is running; wait for it, or end it with: tandem rollout --on k8s --abort")
     match body["command"]:
         case "status":
             pass
@@ -39,8 +46,13 @@ def k8s_ask(namespace: str, body: Reply, report: Progress, kubectl: Sequence[str
                 asyncio.run(scale(actuator, role, count, fence_of(api), report))
         case "drain":
             asyncio.run(actuator.remove(str(body["worker"]), fence=fence_of(api)))
+        case "rollout" if body.get("to"):
+            docs = build(Path(str(body["to"])), kubectl[0])
+            asyncio.run(_as_leader(api, lambda fence: _pairs(api, fence, body, report).run(docs)))
         case "rollout" if not body.get("sets") and not body.get("model_dir"):
             _roll([*kubectl, "--namespace", namespace], report)
+        case "abort":
+            asyncio.run(_as_leader(api, lambda fence: _pairs(api, fence, body, report).back("aborted")))
         case _:
             raise ConfigError(
                 f"{body['command']} with other settings is kubectl's on Kubernetes: change cluster.yaml, then "
@@ -78,6 +90,26 @@ def status(api: KubernetesApi, actuator: KubernetesActuator) -> Reply:
         "http_address": service["spec"]["clusterIP"],
         "processes": processes,
     }
+
+
+def _pairs(api: KubectlApi, fence: int, body: Reply, report: Progress) -> PairRollout:
+    surge = int(cast("int", body.get("surge", 1)))
+    return PairRollout(api, SystemClock(), fence=fence, report=report, surge=surge)
+
+
+async def _as_leader(api: KubernetesApi, work: Callable[[int], Coroutine[None, None, None]]) -> None:
+    """Do `work` under a fence of its own, so that neither the controller nor a second command sizes pools meanwhile."""
+    lock = LeaseLock(api, SystemClock(), f"rollout-{fresh_incarnation()}")
+    fence = await lock.seize()
+    renewing, working = asyncio.create_task(lock.renew()), asyncio.create_task(work(fence))
+    try:
+        await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+        (working if working.done() else renewing).result()
+    finally:
+        for task in (renewing, working):
+            task.cancel()
+        await asyncio.gather(renewing, working, return_exceptions=True)
+        await lock.release()
 
 
 def _roll(kubectl: Sequence[str], report: Callable[[str], None]) -> None:

@@ -40,14 +40,34 @@ class KubectlApi:
         command = ["python", "-m", "deploy.leave", "--port", str(PortsPart().metrics), "--wait-s", "0"]
         await asyncio.to_thread(self._run, ["exec", *flags, "--", *command])
 
+    async def statusz(self, pod: str) -> Body:
+        """Return what a pod's process says of itself; raises ConfigError."""
+        code = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{PortsPart().metrics}/statusz', timeout=5).read().decode())"
+        command = ["exec", "--namespace", self._namespace, pod, "--", "python", "-c", code]
+        return await asyncio.to_thread(self._run, command)
+
+    def apply(self, docs: Sequence[Mapping[str, object]]) -> None:
+        """Apply whole objects, as `kubectl apply` does; raises ConfigError."""
+        body = {"apiVersion": "v1", "kind": "List", "items": list(docs)}
+        self._run(["apply", "--namespace", self._namespace, "-f", "-"], json.dumps(body))
+
+    def delete(self, deployment: str, *, keep_pods: bool) -> None:
+        """Remove a Deployment, if it is there; with `keep_pods` its pods stay, for another Deployment that takes them."""
+        cascade = f"--cascade={'orphan' if keep_pods else 'background'}"
+        self._run(["delete", "deployment", deployment, "--namespace", self._namespace, cascade, "--ignore-not-found"])
+
+    def wait_rolled(self, deployment: str) -> None:
+        """Wait until a Deployment runs what it describes; raises ConfigError."""
+        self._run(["rollout", "status", f"deployment/{deployment}", "--namespace", self._namespace], timeout_s=None)
+
     def _url(self, path: str) -> str:
         group, _, rest = path.partition(":")
         return f"/{group}/namespaces/{self._namespace}/{rest}"
 
-    def _run(self, arguments: list[str], text: str | None = None) -> Body:
+    def _run(self, arguments: list[str], text: str | None = None, timeout_s: float | None = TIMEOUT_S) -> Body:
         command = [*self._kubectl, *arguments]
         try:
-            done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+            done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=timeout_s)
         except FileNotFoundError as error:
             raise ConfigError(f"{self._kubectl[0]} is not installed") from error
         except subprocess.TimeoutExpired as error:

@@ -18,6 +18,7 @@ from deploy.cluster_description import GRACE_SLACK_S, PRE_STOP_S, ROLES, PortsPa
 
 _LOG = logging.getLogger(__name__)
 ROLE_LABEL = "tandem/role"
+DEPLOYMENTS = "apis/apps/v1:deployments"
 LEASE = "apis/coordination.k8s.io/v1:leases/tandem-controller"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVING_COST = "-1000"
@@ -99,29 +100,42 @@ class KubernetesActuator:
         return True
 
     async def _resize(self, role: str, size: Callable[[int], int], fence: int) -> None:
-        """Set a Deployment's count; a write that another one overtook is decided anew."""
-        path = f"apis/apps/v1:deployments/{role}/scale"
-        for attempt in range(ATTEMPTS):
-            await self._check_fence(fence)
-            scale = await asyncio.to_thread(self._api.get, path)
-            current = int(scale["spec"].get("replicas", 0))
-            if (wanted := size(current)) == current:
-                return
-            scale["spec"]["replicas"] = wanted
-            try:
-                await asyncio.to_thread(self._api.put, path, scale)
-            except Conflict:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                continue
-            _LOG.info("%s: %d -> %d pods", role, current, wanted)
-            return
+        """Set a pool's count."""
+        await resize(self._api, role, size, fence)
 
     async def _check_fence(self, fence: int) -> None:
-        lease = await asyncio.to_thread(self._api.get, LEASE)
-        newest = int(lease.get("spec", {}).get("leaseTransitions") or 0)
-        if newest > fence:
-            raise StaleFence(f"controller {fence} was replaced by controller {newest}; this one must stop")
+        await check_fence(self._api, fence)
+
+
+async def resize(api: KubernetesApi, deployment: str, size: Callable[[int], int], fence: int) -> None:
+    """Set a Deployment's count to `size` of the present one; a write that another one overtook is decided anew.
+
+    Raises StaleFence if another holds the lease by now, Conflict if others never stop writing.
+    """
+    path = f"{DEPLOYMENTS}/{deployment}/scale"
+    for attempt in range(ATTEMPTS):
+        await check_fence(api, fence)
+        scale = await asyncio.to_thread(api.get, path)
+        current = int(scale["spec"].get("replicas", 0))
+        if (wanted := size(current)) == current:
+            return
+        scale["spec"]["replicas"] = wanted
+        try:
+            await asyncio.to_thread(api.put, path, scale)
+        except Conflict:
+            if attempt == ATTEMPTS - 1:
+                raise
+            continue
+        _LOG.info("%s: %d -> %d pods", deployment, current, wanted)
+        return
+
+
+async def check_fence(api: KubernetesApi, fence: int) -> None:
+    """Raise StaleFence if the lease was taken after this fence."""
+    lease = await asyncio.to_thread(api.get, LEASE)
+    newest = int(lease.get("spec", {}).get("leaseTransitions") or 0)
+    if newest > fence:
+        raise StaleFence(f"controller {fence} was replaced by controller {newest}; this one must stop")
 
 
 def instance_of(pod: Body) -> Instance:

@@ -42,13 +42,18 @@ class LeaseLock:
             if mark != seen:
                 seen, since = mark, self._clock.now()
             is_over = self._clock.now() - since >= float(spec.get("leaseDurationSeconds") or DURATION_S)
-            if not spec.get("holderIdentity") or is_over:
-                self.fence = int(spec.get("leaseTransitions") or 0) + 1
-                spec.update(leaseTransitions=self.fence, acquireTime=self._stamp())
-                if await self._write(lease, self._holder):
-                    _LOG.info("this controller leads, fence %d", self.fence)
-                    return self.fence
+            if (not spec.get("holderIdentity") or is_over) and await self._take(lease):
+                _LOG.info("this controller leads, fence %d", self.fence)
+                return self.fence
             await asyncio.sleep(poll_s)
+
+    async def seize(self) -> int:
+        """Take the lease from whoever holds it, for a person: the holder notices at its next order or renewal."""
+        while True:
+            lease = await self._read()
+            lease.setdefault("spec", {})
+            if await self._take(lease):
+                return self.fence
 
     async def renew(self, period_s: float = RENEW_S) -> None:
         """Keep the lease until cancelled; raises StaleFence once another holds it, or it could have been taken."""
@@ -73,6 +78,11 @@ class LeaseLock:
         lease = await self._read()
         if lease.get("spec", {}).get("holderIdentity") == self._holder:
             await self._write(lease, "")
+
+    async def _take(self, lease: Body) -> bool:
+        self.fence = int(lease["spec"].get("leaseTransitions") or 0) + 1
+        lease["spec"].update(leaseTransitions=self.fence, acquireTime=self._stamp())
+        return await self._write(lease, self._holder)
 
     async def _read(self) -> Body:
         return await asyncio.to_thread(self._api.get, LEASE)
