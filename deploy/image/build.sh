@@ -17,7 +17,7 @@ fi
 export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-overlay}
 if ! buildah images -q localhost/tandem-base:12 2>/dev/null | grep -q .; then
   mkdir -p "$cache/base"; ln -f "$cache/base.tar" "$cache/base/base.tar"
-  printf 'FROM scratch\nADD base.tar /\nRUN rm -rf /var/lib/apt/lists /var/cache/apt /usr/share/perl /usr/lib/x86_64-linux-gnu/perl* /usr/bin/perl* /usr/lib/x86_64-linux-gnu/gconv /usr/share/zoneinfo\n' > "$cache/base/Containerfile"
+  printf 'FROM scratch\nADD base.tar /\nRUN rm -rf /var/lib/apt/lists /var/cache/apt /usr/share/perl /usr/lib/x86_64-linux-gnu/perl* /usr/bin/perl* /usr/lib/x86_64-linux-gnu/libperl* /usr/share/perl5 /usr/share/info /var/cache/debconf /usr/lib/x86_64-linux-gnu/gconv /usr/share/zoneinfo\n' > "$cache/base/Containerfile"
   buildah bud -q --squash -t localhost/tandem-base:12 "$cache/base"
 fi
 deploy/image/wheelhouse.sh "$cache/context"

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:?context folder}"); python=$(realpath -s "${PYTHON:-.venv/bin/python}")
-mkdir -p "$out/wheels" "$out/own"
+mkdir -p "$out/wheels" "$out/own" "$out/debs"
 src=$(mktemp -d); trap 'rm -rf "$src"' EXIT
 git archive HEAD | tar -x -C "$src"
 rm -f "$out"/own/*.whl
@@ -20,6 +20,8 @@ for name, lines in (("gateway.txt", gateway), ("worker.txt", [sys.argv[3], *work
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 PY
+cp deploy/image/slim.sh "$out"
+ls "$out"/debs/*.deb >/dev/null 2>&1 || (cd "$out/debs" && apt-get -o APT::Sandbox::User=root -qq download libbinutils binutils-x86-64-linux-gnu)
 if ! cat constraints.txt "$out/gateway.txt" "$out/worker.txt" | cmp -s - "$out/.have"; then
   "$python" -m pip download -q --disable-pip-version-check -c constraints.txt -d "$out/wheels" pip \
     -r "$out/gateway.txt" -r "$out/worker.txt"
