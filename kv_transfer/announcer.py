@@ -10,18 +10,21 @@ from core.aio import Tasks
 from core.handover import ChunkReady, Final
 from core.kv import KVLayout
 from kv_transfer.api import MemoryRegion
+from kv_transfer.device import Cuda
 from kv_transfer.digest import page_digests, row_digests
-from kv_transfer.memory import host_views
 from kv_transfer.source_link import SourceLink
 from kv_transfer.source_transfer import SourceTransfer
+from kv_transfer.views import views_of
 
 
 class Announcer:
     """One per source; one event loop and one thread."""
 
-    def __init__(self, layout: KVLayout, regions: Sequence[MemoryRegion], tasks: Tasks) -> None:
+    def __init__(
+        self, layout: KVLayout, regions: Sequence[MemoryRegion], tasks: Tasks, cuda: Cuda | None = None
+    ) -> None:
         self._layout = layout
-        self._views = host_views(regions)
+        self._views = views_of(regions, cuda)
         self._tasks = tasks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 

@@ -27,6 +27,7 @@ from core.request import GenerateRequest
 from kv_transfer.api import DestinationHost, LinkDialer, MemoryRegion, OnFirst, Pulled, TransportOpener
 from kv_transfer.breaker import Breaker
 from kv_transfer.config import TransferConfig
+from kv_transfer.device import Cuda
 from kv_transfer.pull import Pull, PullParts
 from kv_transfer.session import Session
 from kv_transfer.session_book import SessionBook, is_answer, is_peer_failure
@@ -56,10 +57,12 @@ class Destination:
         clock: Clock,
         on_crash: OnCrash | None = None,
         observe: Observe = observe_nothing,
+        cuda: Cuda | None = None,
     ) -> None:
+        """`cuda` moves the bytes of regions on a device, of rows and for digests; needed if there are such."""
         self._config = config
         self._incarnation = incarnation
-        self._staging = Staging(layout, regions, config.staging_rows, config.max_run_bytes, incarnation)
+        self._staging = Staging(layout, regions, config.staging_rows, config.max_run_bytes, incarnation, cuda=cuda)
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
         self._counters = Counters((*COUNTERS, *FAILURES))
         self._parts = PullParts(

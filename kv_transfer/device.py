@@ -1,4 +1,4 @@
-"""Device memory as transports see it: what they need of CUDA, without importing anything of it."""
+"""Device memory as KV pools and transports see it: what they need of CUDA, without importing anything of it."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -8,7 +8,19 @@ HANDLE_BYTES = 64
 
 
 class Cuda(Protocol):
-    """What the transport uses. Thread-safe. Every failure is a TransferFailed."""
+    """What pools and transports use. Thread-safe. Every failure is a TransferFailed."""
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Allocate zeroed memory that other processes may map, and return its address."""
+        ...
+
+    def free(self, device: int, address: int) -> None:
+        """Give back what `allocate` returned: nothing may use it any more."""
+        ...
+
+    def memory(self, device: int) -> tuple[int, int]:
+        """Return the device's free and total bytes."""
+        ...
 
     def uuid(self, device: int) -> bytes:
         """Name a device in a way that other processes understand."""
@@ -23,7 +35,10 @@ class Cuda(Protocol):
         ...
 
     def map(self, device: int, handle: bytes) -> int:
-        """Map another process's allocation and return where; several times if need be, each with its `unmap`."""
+        """Map another process's allocation, of this device or of a peer that it reaches, and return where.
+
+        Several times if need be, each with its `unmap`.
+        """
         ...
 
     def unmap(self, device: int, handle: bytes) -> None:

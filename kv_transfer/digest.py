@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from core.kv import Component, ComponentKind, KVLayout
-from kv_transfer.memory import U8
+from kv_transfer.views import Bytes
 
 
 def paged_names(layout: KVLayout) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def row_names(layout: KVLayout) -> tuple[str, ...]:
 
 
 def page_digests(
-    layout: KVLayout, names: Sequence[str], pages: Iterable[int], views: Mapping[int, U8]
+    layout: KVLayout, names: Sequence[str], pages: Iterable[int], views: Mapping[int, Bytes]
 ) -> tuple[int, ...]:
     """Return the crc32 of each page over the named components."""
     components = [layout.component(name) for name in names]
@@ -35,11 +35,11 @@ def page_digests(
     return tuple(digests)
 
 
-def row_digests(layout: KVLayout, names: Sequence[str], row: int, views: Mapping[int, U8]) -> tuple[int, ...]:
+def row_digests(layout: KVLayout, names: Sequence[str], row: int, views: Mapping[int, Bytes]) -> tuple[int, ...]:
     """Return the crc32 of each named component's record of one row."""
     return tuple(zlib.crc32(_record(layout.component(name), row, views)) for name in names)
 
 
-def _record(component: Component, index: int, views: Mapping[int, U8]) -> memoryview:
+def _record(component: Component, index: int, views: Mapping[int, Bytes]) -> memoryview:
     start = component.offset + index * component.stride_bytes
     return views[component.region][start : start + component.record_bytes].data

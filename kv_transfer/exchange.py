@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from core.ids import Incarnation
 from kv_transfer.api import Op, SourceGuard
-from kv_transfer.memory import U8
+from kv_transfer.views import Bytes
 
 Pace = Callable[[Op, int], None]
 """Called on the copying thread before each step with the op and the bytes landed; may wait or raise a TandemError."""
@@ -19,7 +19,7 @@ Pace = Callable[[Op, int], None]
 class Offer:
     """The regions of one source and the guard that its readers must ask."""
 
-    views: Mapping[int, U8]
+    views: Mapping[int, Bytes]
     guard: SourceGuard
 
 

@@ -11,6 +11,9 @@ from kv_transfer.shards import assign, is_whole, mismatch
 
 AUTO = ("shm", "tcp")
 """What ``auto`` stands for: the first that connects; shm connects only on the same host with the segment in reach."""
+AUTO_ON_DEVICE = ("cuda-ipc", *AUTO)
+"""The same for pools on a GPU: cuda-ipc connects on the same host with the peer's GPU in reach; tcp goes through host
+memory; shm reads from a peer without a GPU."""
 
 
 def check_fingerprint(ours: bytes, theirs: bytes) -> None:
@@ -40,9 +43,9 @@ def same_records(source: KVLayout, destination: KVLayout) -> bool:
     return all(is_whole(source.component(c.name), c) for c in destination.components)
 
 
-def transport_order(configured: Sequence[str], exported: Sequence[str]) -> tuple[str, ...]:
+def transport_order(configured: Sequence[str], exported: Sequence[str], *, on_device: bool = False) -> tuple[str, ...]:
     """Return the transports to try, best first: the destination's order, without what the source does not export."""
-    wanted = expand(configured)
+    wanted = expand(configured, on_device=on_device)
     common = tuple(name for name in wanted if name in exported)
     if not common:
         raise TransferFailed(
@@ -52,7 +55,8 @@ def transport_order(configured: Sequence[str], exported: Sequence[str]) -> tuple
     return common
 
 
-def expand(configured: Sequence[str]) -> tuple[str, ...]:
-    """Replace ``auto`` by what it stands for and drop repeats, keeping the order."""
-    names = [name for entry in configured for name in (AUTO if entry == "auto" else (entry,))]
+def expand(configured: Sequence[str], *, on_device: bool = False) -> tuple[str, ...]:
+    """Replace ``auto`` by what it stands for (on a GPU with `on_device`) and drop repeats, keeping the order."""
+    auto = AUTO_ON_DEVICE if on_device else AUTO
+    names = [name for entry in configured for name in (auto if entry == "auto" else (entry,))]
     return tuple(dict.fromkeys(names))

@@ -36,9 +36,9 @@ def region_view(region: MemoryRegion) -> U8:
     return array
 
 
-def host_views(regions: Iterable[MemoryRegion]) -> dict[int, U8]:
-    """Return the bytes of the regions that lie in host memory, by region id."""
-    return {region.id: region_view(region) for region in regions if region.device == HOST}
+def is_on_device(regions: Iterable[MemoryRegion]) -> bool:
+    """True if any of the regions lies in device memory."""
+    return any(region.device != HOST for region in regions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,30 @@ class Serving:
     """Open after construction until `close`."""
 
     def __init__(
-        self, configured: Sequence[str], opener: TransportOpener, leases: SourceGuard, probe: MemoryRegion
+        self,
+        configured: Sequence[str],
+        opener: TransportOpener,
+        leases: SourceGuard,
+        probe: MemoryRegion,
+        *,
+        on_device: bool = False,
     ) -> None:
+        """`on_device`: the pools are on a GPU, which decides what ``auto`` stands for."""
         self._probe = probe
         guard = ProbeGuard(leases, probe.id)
         self._transports: dict[str, Transport] = {}
         self._served: list[str] = []
-        for name in expand(configured):
+        names = expand(configured, on_device=on_device)
+        for name in names:
             try:
                 self._open(name, opener, guard)
             except ConfigError as error:
                 if name in configured:
                     self.destroy()
                     raise
-                logger.info("KV transport %s is not served: %s", name, error)
+                # The rest is slower by far: what was expected to work here must not fail in silence.
+                level = logging.WARNING if name == names[0] else logging.INFO
+                logger.log(level, "KV transport %s is not served: %s", name, error)
         if not self._served:
             raise ConfigError(f"none of the KV transports {', '.join(configured)} can be served here")
         logger.info("serving KV over %s", ", ".join(self._served))

@@ -19,6 +19,7 @@ from kv_transfer.breaker import Breaker, BreakerState
 from kv_transfer.config import TransferConfig
 from kv_transfer.factory import BACKENDS
 from kv_transfer.handshake import transport_order
+from kv_transfer.memory import is_on_device
 from kv_transfer.probe import Prober, unseal
 from kv_transfer.reader import COUNTERS, Reader
 from kv_transfer.session import Introduction, Session, introduce
@@ -49,6 +50,7 @@ class SessionBook:
         self._dialer = dialer
         self._opener = opener
         self._clock = clock
+        self._on_device = is_on_device(regions)
         extras = () if staging is None else (staging,)
         self._prober = Prober((*regions, *extras), clock)
         self._extras = (*extras, self._prober.region)
@@ -179,7 +181,7 @@ class SessionBook:
 
     async def _connect(self, address: str, source: Introduction) -> tuple[Reader, Peer]:
         reasons: list[str] = []
-        for name in transport_order(self._config.transports, tuple(source.exports)):
+        for name in transport_order(self._config.transports, tuple(source.exports), on_device=self._on_device):
             try:
                 reader = self._readers.get(name) or self._open_reader(name)
                 sealed = unseal(source.exports[name])

@@ -16,4 +16,4 @@ class TransportSettings:
     config: TransferConfig
     exchange: Exchange | None = None
     cuda: Cuda | None = None
-    """For tests; the real driver otherwise."""
+    """Moves the bytes of regions on a device; given by whoever allocated them. None: there are none."""

@@ -17,8 +17,10 @@ from core.request import NO_FLOORS, Floors
 from kv_transfer.announcer import Announcer
 from kv_transfer.api import MemoryRegion, SourceHost, TransportOpener
 from kv_transfer.config import TransferConfig
+from kv_transfer.device import Cuda
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_desk import LeaseDesk, failed_message
+from kv_transfer.memory import is_on_device
 from kv_transfer.probe import ProbePage
 from kv_transfer.serving import Serving
 from kv_transfer.source_link import Identity, SourceLink
@@ -41,7 +43,9 @@ class Source:
         opener: TransportOpener,
         clock: Clock,
         on_crash: OnCrash | None = None,
+        cuda: Cuda | None = None,
     ) -> None:
+        """`cuda` moves the bytes of regions on a device, for digests; needed if there are such."""
         self._config = config
         self._opener = opener
         # The reaper is the only one who unpins what a lost peer held: without it this process is of no use.
@@ -51,7 +55,8 @@ class Source:
         self._leases = LeaseTable(
             layout=layout, clock=clock, max_per_peer=config.max_leases_per_peer, orphan_ttl_s=config.orphan_ttl_s
         )
-        self._announcer = Announcer(layout, regions, self._tasks)
+        self._on_device = is_on_device(regions)
+        self._announcer = Announcer(layout, regions, self._tasks, cuda)
         self._desk = LeaseDesk(
             identity=Identity(incarnation=incarnation, fingerprint=fingerprint, layout=layout),
             config=config,
@@ -63,7 +68,9 @@ class Source:
 
     async def start(self) -> None:
         """Open the transports (listeners bind here) and the reaper; raises ConfigError."""
-        self._serving = Serving(self._config.transports, self._opener, self._leases, self._probe.region)
+        self._serving = Serving(
+            self._config.transports, self._opener, self._leases, self._probe.region, on_device=self._on_device
+        )
         self._tasks.spawn(self._reap(), name="lease reaper")
 
     def exports(self) -> tuple[tuple[str, bytes], ...]:

@@ -6,6 +6,7 @@ an unproven operation can only dirty a slot of this ring. Knows no transport.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -13,39 +14,49 @@ from core.errors import ConfigError
 from core.ids import Incarnation
 from core.kv import ComponentKind, KVLayout
 from kv_transfer.api import HOST, MemoryRegion
-from kv_transfer.memory import U8, allocate, host_views, region_view
+from kv_transfer.device import Cuda
+from kv_transfer.device_memory import DeviceMemory, allocate_on_device
+from kv_transfer.memory import RegionMemory, allocate
 from kv_transfer.plan import plan_rows
+from kv_transfer.views import Bytes, copy_slices, views_of
 
 _ALIGN = 64
 
 
 class Staging:
-    """`slots` buffers, each for all row components of one sequence. One event loop."""
+    """`slots` buffers, each for all row components of one sequence, where the rows are. One event loop."""
 
     def __init__(
-        self, layout: KVLayout, regions: Sequence[MemoryRegion], slots: int, max_run_bytes: int, who: Incarnation
+        self,
+        layout: KVLayout,
+        regions: Sequence[MemoryRegion],
+        slots: int,
+        max_run_bytes: int,
+        who: Incarnation,
+        *,
+        cuda: Cuda | None = None,
     ) -> None:
-        devices = {region.id for region in regions if region.device != HOST}
-        stranded = [c.name for c in layout.components if c.region in devices and c.kind is not ComponentKind.PAGED]
-        if stranded:
-            raise ConfigError(f"row state {stranded[0]} is on a GPU, and only pages can be handed over there")
+        device = _device_of_rows(layout, regions)
+        if device != HOST and cuda is None:
+            raise ConfigError("row state is on a GPU, and there is no driver to move it")
         self._target = layout
         self._max_run_bytes = max_run_bytes
         region_id = 1 + max((region.id for region in regions), default=-1)
         self.layout = _slot_layout(layout, region_id, slots)
         """Layout of the slots: record i of every component lies in slot i."""
         self.region: MemoryRegion | None = None
-        self.views: Mapping[int, U8] = host_views(regions)
-        self._memory = None
+        self.views: Mapping[int, Bytes] = views_of(regions, cuda)
+        self._memory: RegionMemory | DeviceMemory | None = None
         if self.layout.components:
-            self._memory = allocate(
-                [slots * self.layout.components[0].stride_bytes],
-                incarnation=who,
-                what="row staging buffer",
-                setting="transfer.staging_rows",
-            )
-            self.region = _renumbered(self._memory.regions[0], region_id)
-            self.views = {**self.views, region_id: region_view(self.region)}
+            sizes = [slots * self.layout.components[0].stride_bytes]
+            what, setting = "row staging buffer", "transfer.staging_rows"
+            if device == HOST:
+                self._memory = allocate(sizes, incarnation=who, what=what, setting=setting)
+            else:
+                assert cuda is not None
+                self._memory = allocate_on_device(sizes, cuda=cuda, device=device, what=what, setting=setting)
+            self.region = replace(self._memory.regions[0], id=region_id)
+            self.views = {**self.views, **views_of([self.region], cuda)}
         self._free = list(range(slots))
         self._freed = asyncio.Semaphore(slots)
 
@@ -72,11 +83,10 @@ class Staging:
     def copy_out(self, slot: int, row: int) -> None:
         """Copy a landed slot into a row of the pool."""
         for records in plan_rows(self.layout, self._target, slot, row, self._max_run_bytes):
-            source, target = self.views[records.source_region], self.views[records.target_region]
-            for s, t, n in zip(
-                records.source_offsets.tolist(), records.target_offsets.tolist(), records.nbytes.tolist(), strict=True
-            ):
-                target[t : t + n] = source[s : s + n]
+            columns = (records.target_offsets.tolist(), records.source_offsets.tolist(), records.nbytes.tolist())
+            copy_slices(
+                self.views[records.target_region], self.views[records.source_region], zip(*columns, strict=True)
+            )
 
     def close(self) -> None:
         """Unmap; after every transport is destroyed."""
@@ -85,8 +95,13 @@ class Staging:
             self._memory.close()
 
 
-def _renumbered(region: MemoryRegion, region_id: int) -> MemoryRegion:
-    return MemoryRegion(id=region_id, address=region.address, nbytes=region.nbytes, writable=True)
+def _device_of_rows(layout: KVLayout, regions: Sequence[MemoryRegion]) -> int:
+    """Return where the row components lie; raises ConfigError if that is not one place."""
+    rows = {component.region for component in layout.components if component.kind is not ComponentKind.PAGED}
+    devices = {region.device for region in regions if region.id in rows}
+    if len(devices) > 1:
+        raise ConfigError(f"row state lies on several devices ({sorted(devices)}), and must lie on one")
+    return devices.pop() if devices else HOST
 
 
 def _slot_layout(layout: KVLayout, region_id: int, slots: int) -> KVLayout:

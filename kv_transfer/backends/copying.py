@@ -4,22 +4,22 @@ from collections.abc import Callable
 
 from kv_transfer.api import Records
 from kv_transfer.backends.lane import Job
-from kv_transfer.memory import U8
 from kv_transfer.plan import split
+from kv_transfer.views import Bytes, copy_slices
 
 _MAX_RECORDS = 1024
 """Of a step: so many small copies take less than the interpreter's switch interval."""
 
 
-def copy_in_steps(job: Job, source: U8, target: U8, step_bytes: int, before_step: Callable[[Records], None]) -> None:
+def copy_in_steps(
+    job: Job, source: Bytes, target: Bytes, step_bytes: int, before_step: Callable[[Records], None]
+) -> None:
     """Copy the job's records in order. `before_step` is called with the copies of each step and may raise.
 
-    A step is at most `step_bytes`. Slices of numpy arrays are copied without the interpreter lock.
+    A step is at most `step_bytes`.
     """
     for part in split(job.records, _MAX_RECORDS, step_bytes):
         before_step(part)
-        for s, t, n in zip(
-            part.source_offsets.tolist(), part.target_offsets.tolist(), part.nbytes.tolist(), strict=True
-        ):
-            target[t : t + n] = source[s : s + n]
+        columns = (part.target_offsets.tolist(), part.source_offsets.tolist(), part.nbytes.tolist())
+        copy_slices(target, source, zip(*columns, strict=True))
         job.op.landed_bytes += part.total_bytes

@@ -6,7 +6,7 @@ Addresses are numbers. Primary contexts are shared with whatever else in this pr
 import ctypes
 import threading
 from collections.abc import Iterable
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
 from core.errors import ConfigError, TransferFailed
 from kv_transfer.device import HANDLE_BYTES
@@ -67,6 +67,50 @@ class CudaDriver:
 
     def find(self, uuid: bytes) -> int | None:
         return next((device for device in range(self.num_devices) if self.uuid(device) == uuid), None)
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        self.use(device)
+        address = c_uint64()
+        self.call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        try:
+            self.call("cuMemsetD8_v2", address, c_ubyte(0), c_size_t(nbytes))
+            self.call("cuCtxSynchronize")
+        except TransferFailed:
+            self.free(device, address.value)
+            raise
+        return address.value
+
+    def free(self, device: int, address: int) -> None:
+        self.use(device)
+        self.call("cuMemFree_v2", c_uint64(address))
+
+    def memory(self, device: int) -> tuple[int, int]:
+        self.use(device)
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def name(self, device: int) -> str:
+        """Name of a device for people."""
+        handle, text = c_int(), ctypes.create_string_buffer(256)
+        self.call("cuDeviceGet", byref(handle), c_int(device))
+        self.call("cuDeviceGetName", text, c_int(len(text)), handle)
+        return text.value.decode(errors="replace")
+
+    def total_bytes(self, device: int) -> int:
+        """Memory of a device; makes no context there."""
+        handle, size = c_int(), c_size_t()
+        self.call("cuDeviceGet", byref(handle), c_int(device))
+        self.call("cuDeviceTotalMem_v2", byref(size), handle)
+        return size.value
+
+    def reaches(self, device: int, peer: int) -> bool:
+        """True if a device can read the memory of another one directly."""
+        able, ours, theirs = c_int(), c_int(), c_int()
+        self.call("cuDeviceGet", byref(ours), c_int(device))
+        self.call("cuDeviceGet", byref(theirs), c_int(peer))
+        self.call("cuDeviceCanAccessPeer", byref(able), ours, theirs)
+        return bool(able.value)
 
     def share(self, device: int, address: int) -> tuple[bytes, int]:
         self.use(device)

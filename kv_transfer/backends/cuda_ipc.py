@@ -59,6 +59,8 @@ class CudaPeer(LanePeer):
 
     def __init__(self, info: PeerInfo, shared: Shared, cuda: Cuda, export: CudaExport) -> None:
         self._cuda = cuda
+        ours = (region.device for region in shared.regions.regions.values() if region.device != HOST)
+        self._ours = next(ours, None)
         self._handles: list[tuple[int, bytes]] = []
         self._addresses: dict[int, int] = {}
         self._sizes = {region.id: region.nbytes for region in (*export.devices, *export.segments)}
@@ -91,9 +93,11 @@ class CudaPeer(LanePeer):
         self._unmap()
 
     def _map(self, region: DeviceRegion) -> None:
-        device = self._cuda.find(region.device)
-        if device is None or len(region.handle) != HANDLE_BYTES:
+        theirs = self._cuda.find(region.device)
+        if theirs is None or len(region.handle) != HANDLE_BYTES:
             raise TransferFailed("the peer's GPU is not visible to this process")
+        # Mapped on our GPU, its copy engine reads over the link between the two; without one on its own.
+        device = theirs if self._ours is None else self._ours
         base = self._cuda.map(device, region.handle)
         self._handles.append((device, region.handle))
         self._addresses[region.id] = base + region.offset

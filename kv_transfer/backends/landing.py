@@ -14,6 +14,7 @@ from core.ids import fresh_incarnation
 from kv_transfer.api import MemoryRegion, Records
 from kv_transfer.backends.native import NativeEngine
 from kv_transfer.memory import U8, RegionMemory, allocate
+from kv_transfer.views import Bytes, copy_slices
 
 RING_REGION = -1
 """No pool has this id: pools are numbered from 0."""
@@ -89,12 +90,12 @@ class Landing:
         offsets = slot * self.slot_bytes + ends - records.nbytes
         return Records(records.source_region, RING_REGION, records.source_offsets, offsets, records.nbytes)
 
-    def copy_out(self, slot: int, records: Records, target: U8) -> None:
+    def copy_out(self, slot: int, records: Records, target: Bytes) -> None:
         """Copy a landed slot to the targets of `records`, in order."""
-        at = slot * self.slot_bytes
-        for offset, nbytes in zip(records.target_offsets.tolist(), records.nbytes.tolist(), strict=True):
-            target[offset : offset + nbytes] = self._ring[at : at + nbytes]
-            at += nbytes
+        begins = (slot * self.slot_bytes + np.cumsum(records.nbytes) - records.nbytes).tolist()
+        copy_slices(
+            target, self._ring, zip(records.target_offsets.tolist(), begins, records.nbytes.tolist(), strict=True)
+        )
 
     def close(self) -> None:
         """Destroy the engine, then let the ring go; idempotent."""

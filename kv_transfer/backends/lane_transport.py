@@ -50,7 +50,7 @@ class Shared:
         self.settings = settings
         self.config: TransferConfig = settings.config
         self.clock = clock
-        self.regions = RegionTable()
+        self.regions = RegionTable(settings.cuda)
         self.ledger = OpLedger(clock, on_event)
 
 

@@ -4,16 +4,19 @@ from collections.abc import Mapping
 
 from core.errors import BadRequest, ConfigError
 from kv_transfer.api import MemoryRegion, Records
-from kv_transfer.memory import U8, host_views
+from kv_transfer.device import Cuda
 from kv_transfer.plan import check_bounds
+from kv_transfer.views import Bytes, views_of
 
 
 class RegionTable:
-    """Regions by id, with their bytes if the host has them. Filled before use, read from any thread."""
+    """Regions by id, with their bytes. Filled before use, read from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Cuda | None = None) -> None:
         self.regions: dict[int, MemoryRegion] = {}
-        self.views: dict[int, U8] = {}
+        self.views: dict[int, Bytes] = {}
+        """Without `cuda` only of regions in host memory."""
+        self._cuda = cuda
 
     def add(self, region: MemoryRegion) -> None:
         """Register; raises ConfigError for zero length, a known id, or overlap."""
@@ -25,7 +28,7 @@ class RegionTable:
             if region.address < other.address + other.nbytes and other.address < region.address + region.nbytes:
                 raise ConfigError(f"KV regions {region.id} and {other.id} overlap")
         self.regions[region.id] = region
-        self.views |= host_views([region])
+        self.views |= views_of([region], self._cuda)
 
     def check(self, records: Records, source: Mapping[int, int]) -> None:
         """Raise BadRequest unless a read of `records` from regions of these sizes into ours stays inside both."""

@@ -6,6 +6,7 @@ region, frame by frame; a cancelled read lands nothing more after the frame it i
 
 import bisect
 import contextlib
+import itertools
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -34,8 +35,8 @@ from kv_transfer.backends.tcp_wire import (
     shut,
     tune,
 )
-from kv_transfer.memory import U8
 from kv_transfer.settings import TransportSettings
+from kv_transfer.views import Bytes, DeviceView, copy_slices
 
 CAPABILITIES = Capabilities(
     name="tcp",
@@ -109,7 +110,7 @@ class TcpPeer(LanePeer):
             self._drain(connection, self._header(connection, patience), patience)
 
     def _land(self, connection: socket.socket, job: Job) -> None:
-        landing = Landing(job.records, self.shared.regions.views[job.records.target_region])
+        landing = Landing(job.records, self.shared.regions.views[job.records.target_region], self._scratch)
         patience = self._patience(self.shared.config.progress_timeout_s, job)
 
         def on_bytes(got: int) -> None:
@@ -129,6 +130,7 @@ class TcpPeer(LanePeer):
                 return
             head = bytearray(FRAME.size)
             receive_exactly(connection, [*landing.take(nbytes), memoryview(head)], patience.idle, on_bytes)
+            landing.settle()
             status, nbytes = self._parse(head)
         self._asked.popleft()
         _conclude(status, landing)
@@ -209,10 +211,13 @@ class Patience:
 
 
 class Landing:
-    """Where the next bytes of a read belong."""
+    """Where the next bytes of a read belong. Those for a device come to `scratch` first, a frame at a time."""
 
-    def __init__(self, records: Records, target: U8) -> None:
-        self._memory = target.data
+    def __init__(self, records: Records, target: Bytes, scratch: memoryview) -> None:
+        self._target = target
+        self._scratch = scratch
+        self._unsettled: list[tuple[int, int]] = []
+        """(offset, bytes) in the device's region of what lies in scratch, in order."""
         self._offsets: list[int] = records.target_offsets.tolist()
         self._sizes: list[int] = records.nbytes.tolist()
         self._ends: list[int] = np.cumsum(records.nbytes).tolist()
@@ -227,22 +232,43 @@ class Landing:
         return self._at == len(self._sizes)
 
     def take(self, nbytes: int) -> list[memoryview]:
-        """Return the places of the next `nbytes`, in order; raises TransferFailed if that is more than was asked for."""
+        """Return the places of the next `nbytes`, in order; raises TransferFailed if that is more than was asked for.
+
+        `settle` must follow when they are filled.
+        """
+        places = self._places(nbytes)
+        if isinstance(self._target, DeviceView):
+            self._unsettled = places
+            return [self._scratch[:nbytes]]
+        memory = self._target.data
+        return [memory[start : start + size] for start, size in places]
+
+    def settle(self) -> None:
+        """The places taken last are filled: move on what does not lie where it belongs."""
+        if not self._unsettled:
+            return
+        places, self._unsettled = self._unsettled, []
+        begins = itertools.accumulate((size for _, size in places), initial=0)
+        copies = [(start, begin, size) for (start, size), begin in zip(places, begins, strict=False)]
+        copy_slices(self._target, np.frombuffer(self._scratch, np.uint8), copies)
+
+    def _places(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return (offset, bytes) of the next `nbytes` in the target."""
         taken = self.taken + nbytes
         if taken > (self._ends[-1] if self._ends else 0):
             raise TransferFailed("the peer sent more bytes than were asked for")
         last = bisect.bisect_right(self._ends, taken, self._at)
         whole = range(self._at, last)
-        views = [self._memory[self._offsets[i] : self._offsets[i] + self._sizes[i]] for i in whole]
-        if views and self._part:
-            views[0] = views[0][self._part :]
-        begun = 0 if views else self._part
+        places = [(self._offsets[i], self._sizes[i]) for i in whole]
+        if places and self._part:
+            start, size = places[0]
+            places[0] = start + self._part, size - self._part
+        begun = 0 if places else self._part
         self._at, self.taken = last, taken
         self._part = taken - (self._ends[last - 1] if last else 0)
         if self._part > begun:
-            start = self._offsets[last]
-            views.append(self._memory[start + begun : start + self._part])
-        return views
+            places.append((self._offsets[last] + begun, self._part - begun))
+        return places
 
 
 def _conclude(status: Status, landing: Landing) -> None:

@@ -34,6 +34,7 @@ from kv_transfer.backends.tcp_wire import (
 )
 from kv_transfer.config import TransferConfig
 from kv_transfer.plan import check_bounds, split
+from kv_transfer.views import pieces_of
 
 MAX_CONNECTIONS = 256
 MAX_WAITING = 64
@@ -177,7 +178,7 @@ class _Stream:
             check_bounds(records, region.nbytes, region.nbytes)
         except BadRequest:
             return Status.BAD
-        memory = self._regions.views[request.region].data
+        view = self._regions.views[request.region]
         parts = frames(records, self._frame_bytes)
         for number, (offsets, nbytes) in enumerate(parts, 1):
             self._take_requests(timeout_ms=0)
@@ -186,7 +187,7 @@ class _Stream:
             if not self._guard.readable(LeaseId(request.lease), request.region, offsets, nbytes):
                 return Status.REFUSED
             head = FRAME.pack(Status.DATA, request.op, int(nbytes.sum()))
-            pieces = [memory[at : at + n] for at, n in zip(offsets.tolist(), nbytes.tolist(), strict=True)]
+            pieces = pieces_of(view, offsets.tolist(), nbytes.tolist())
             tail = [FRAME.pack(Status.END, request.op, 0)] if number == len(parts) else []
             send_all(self._connection, [head, *pieces, *tail])
         return Status.DATA

@@ -1,8 +1,9 @@
-"""Which parts of the transport suites CI leaves to `make long`: ways of a transport that start processes for each test."""
+"""Which parts of the transport suites CI leaves to `make long`: ways of a transport that start processes for each
+test, and those whose pools are on a device."""
 
 import pytest
 
-SLOW = {"nixl-direct", "nixl-tcp"}
+SLOW = {"loopback-device", "nixl-direct", "nixl-tcp", "shm-device", "tcp-device"}
 ALWAYS = {
     "test_a_cancelled_read_that_waits_ends_at_once_and_writes_nothing",
     "test_a_source_that_closed_cannot_be_connected",

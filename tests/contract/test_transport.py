@@ -19,6 +19,7 @@ from tests.fakes.kv_ends import VARIANTS, copies, failed, open_ends
 TRANSPORTS = [
     "cuda-ipc",
     "loopback",
+    "loopback-device",
     "mooncake",
     "mori",
     "mori-direct",
@@ -26,7 +27,9 @@ TRANSPORTS = [
     "nixl-direct",
     "nixl-tcp",
     "shm",
+    "shm-device",
     "tcp",
+    "tcp-device",
 ]
 ASKS_THE_SOURCE = ["loopback", "tcp"]
 """Backends whose source takes part in a read and can refuse it; for the others validate-on-release decides."""

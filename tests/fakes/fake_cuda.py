@@ -1,5 +1,8 @@
 """A CUDA driver without a GPU: its "device memory" is shared segments, its IPC handles are their names.
 
+What `allocate` returns lies `HIDDEN` above the memory itself, where nothing is mapped: a CPU instruction that touches it
+ends the process.
+
 Works between processes, like the real one, so that the contract and fence suites run over it.
 """
 
@@ -12,11 +15,13 @@ import numpy as np
 
 from core.errors import TransferFailed
 from core.ids import fresh_incarnation
-from kv_transfer.api import MemoryRegion
+from kv_transfer.api import HOST, MemoryRegion
 from kv_transfer.device import HANDLE_BYTES
-from kv_transfer.memory import allocate, map_segment
+from kv_transfer.memory import RegionMemory, allocate, map_segment, region_view
 
 UUID = b"the only fake GPU"[:16]
+HIDDEN = 1 << 56
+TOTAL_BYTES = 1 << 30
 
 
 class FakeCuda:
@@ -25,6 +30,25 @@ class FakeCuda:
         self.name = uuid
         self.maps: dict[bytes, tuple[mmap.mmap, int]] = {}
         self.num_maps: dict[bytes, int] = {}
+        self.allocations: dict[int, RegionMemory] = {}
+        self.total_bytes = TOTAL_BYTES
+        self.num_copies = 0
+        self.copied_bytes = 0
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        if nbytes > self.memory(device)[0]:
+            raise TransferFailed("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY")
+        memory = allocate([nbytes], incarnation=fresh_incarnation(), directory=self.directory)
+        address = memory.regions[0].address + HIDDEN
+        self.allocations[address] = memory
+        return address
+
+    def free(self, device: int, address: int) -> None:
+        self.allocations.pop(address).close()
+
+    def memory(self, device: int) -> tuple[int, int]:
+        used = sum(memory.regions[0].nbytes for memory in self.allocations.values())
+        return self.total_bytes - used, self.total_bytes
 
     def uuid(self, device: int) -> bytes:
         return self.name
@@ -33,6 +57,7 @@ class FakeCuda:
         return 0 if uuid == self.name else None
 
     def share(self, device: int, address: int) -> tuple[bytes, int]:
+        address = host_address(address)
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, _, file_offset, _, _, *path = line.split(maxsplit=5)
             first, last = (int(end, 16) for end in span.split("-"))
@@ -50,7 +75,7 @@ class FakeCuda:
                 raise TransferFailed("cuIpcOpenMemHandle failed: CUDA_ERROR_INVALID_VALUE") from error
             self.maps[handle] = mapped, int(np.frombuffer(mapped, np.uint8).ctypes.data)
         self.num_maps[handle] = self.num_maps.get(handle, 0) + 1
-        return self.maps[handle][1]
+        return self.maps[handle][1] + HIDDEN
 
     def unmap(self, device: int, handle: bytes) -> None:
         self.num_maps[handle] -= 1
@@ -59,8 +84,20 @@ class FakeCuda:
             self.maps.pop(handle)[0].close()
 
     def copy(self, device: int, copies) -> None:
+        self.num_copies += 1
         for target, source, nbytes in copies:
-            ctypes.memmove(target, source, nbytes)
+            self.copied_bytes += nbytes
+            ctypes.memmove(host_address(target), host_address(source), nbytes)
+
+
+def host_address(address: int) -> int:
+    """Where the memory behind an address of the fake device really is."""
+    return address - HIDDEN if address >= HIDDEN else address
+
+
+def device_bytes(region: MemoryRegion) -> np.ndarray:
+    """The bytes of a region on the fake device, for tests to fill and compare."""
+    return region_view(replace(region, device=HOST, address=host_address(region.address)))
 
 
 class FakeGpuMemory:

@@ -1,6 +1,5 @@
 """Two ends of one transport, as the contract suite drives them: a leased source and a reader with memory to land in."""
 
-import dataclasses
 import sys
 import threading
 import time
@@ -18,12 +17,13 @@ from core.ids import Incarnation, LeaseId, TransferId, fresh_incarnation
 from core.kv import Component, ComponentKind, KVLayout
 from kv_transfer.api import HOST, Op, OpState, Peer, Records, Transport
 from kv_transfer.config import TransferConfig
+from kv_transfer.device_memory import DeviceMemory, allocate_on_device
 from kv_transfer.exchange import Exchange
 from kv_transfer.factory import TransportFactory
 from kv_transfer.lease import LeaseTable
 from kv_transfer.memory import RegionMemory, allocate, region_view
 from kv_transfer.settings import TransportSettings
-from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda import FakeCuda, device_bytes
 from tests.fakes.fake_mori import FakeMori
 
 FOREVER = 1e9
@@ -33,8 +33,13 @@ VARIANTS = {
     "nixl-tcp": ("nixl", {"native_lane": "tcp"}),
     "nixl-direct": ("nixl", {"landing": "direct"}),
     "mori-direct": ("mori", {"landing": "direct"}),
+    "loopback-device": ("loopback", {}),
+    "shm-device": ("shm", {}),
+    "tcp-device": ("tcp", {}),
 }
 """Ways of one transport that the suites treat as transports of their own: (name, settings)."""
+ON_DEVICE = {"cuda-ipc": "both", "loopback-device": "both", "tcp-device": "both", "shm-device": "target"}
+"""Which ends have their pool on a (fake) device."""
 
 
 def flat_layout(num_pages: int, page_bytes: int) -> KVLayout:
@@ -59,13 +64,13 @@ class SourceEnd:
     """Exports `memory` under `leases`."""
 
     transport: Transport
-    memory: RegionMemory
+    memory: RegionMemory | DeviceMemory
     leases: LeaseTable
     incarnation: Incarnation
 
     @property
     def bytes(self) -> np.ndarray:
-        return region_view(self.memory.regions[0])
+        return bytes_of(self.memory)
 
     def lease(self, pages: range | list[int], ttl_s: float = FOREVER) -> LeaseId:
         lease, _ = self.leases.grant(fresh_incarnation(), TransferId("t"), ttl_s)
@@ -78,12 +83,12 @@ class TargetEnd:
     """Reads into `memory`."""
 
     transport: Transport
-    memory: RegionMemory
+    memory: RegionMemory | DeviceMemory
     news: threading.Event
 
     @property
     def bytes(self) -> np.ndarray:
-        return region_view(self.memory.regions[0])
+        return bytes_of(self.memory)
 
     def read(self, peer: Peer, records: Records, lease: LeaseId, deadline: float = FOREVER) -> Op:
         return self.transport.submit(peer, records, TransferId("t"), lease, deadline)
@@ -102,6 +107,7 @@ class Ends:
 
     def __init__(self, name: str, directory: str, *, config: TransferConfig | None = None, clock: Clock | None = None):
         self.name, settings = VARIANTS.get(name, (name, {}))
+        self.on_device = ON_DEVICE.get(name, "")
         self.directory = directory
         self.exchange = Exchange()
         self.cuda = FakeCuda(directory)
@@ -115,10 +121,8 @@ class Ends:
 
     def source(self, num_pages: int = 64, page_bytes: int = 4096, seed: int = 1) -> SourceEnd:
         incarnation = fresh_incarnation()
-        memory = allocate([num_pages * page_bytes], incarnation=incarnation, directory=self.directory)
-        region_view(memory.regions[0])[:] = np.random.default_rng(seed).integers(
-            0, 256, num_pages * page_bytes, dtype=np.uint8
-        )
+        memory = self._allocate(num_pages * page_bytes, self.on_device == "both", incarnation, self.directory)
+        bytes_of(memory)[:] = np.random.default_rng(seed).integers(0, 256, num_pages * page_bytes, dtype=np.uint8)
         leases = LeaseTable(
             layout=flat_layout(num_pages, page_bytes), clock=self.clock, max_per_peer=1000, orphan_ttl_s=FOREVER
         )
@@ -127,7 +131,7 @@ class Ends:
         return SourceEnd(transport, memory, leases, incarnation)
 
     def target(self, nbytes: int = 64 * 4096) -> TargetEnd:
-        memory = allocate([nbytes], incarnation=fresh_incarnation())
+        memory = self._allocate(nbytes, bool(self.on_device), fresh_incarnation())
         news = threading.Event()
         transport = self._open(fresh_incarnation(), memory, None, news)
         self._close += [transport.destroy, memory.close]
@@ -142,18 +146,29 @@ class Ends:
         for end in self._close:
             end()
 
+    def _allocate(
+        self, nbytes: int, on_device: bool, incarnation: Incarnation, directory: str = ""
+    ) -> RegionMemory | DeviceMemory:
+        if on_device:
+            return allocate_on_device([nbytes], cuda=self.cuda, device=0)
+        return allocate([nbytes], incarnation=incarnation, directory=directory)
+
     def _open(
         self,
         incarnation: Incarnation,
-        memory: RegionMemory,
+        memory: RegionMemory | DeviceMemory,
         leases: LeaseTable | None,
         news: threading.Event | None = None,
     ) -> Transport:
         settings = TransportSettings(incarnation, self.config, self.exchange, self.cuda)
         on_event = news.set if news is not None else (lambda: None)
-        device = 0 if self.name == "cuda-ipc" else HOST
-        regions = [dataclasses.replace(region, device=device) for region in memory.regions]
-        return TransportFactory(settings, regions, self.clock).open(self.name, leases, on_event)
+        return TransportFactory(settings, memory.regions, self.clock).open(self.name, leases, on_event)
+
+
+def bytes_of(memory: RegionMemory | DeviceMemory) -> np.ndarray:
+    """The bytes of the first region, wherever it is."""
+    region = memory.regions[0]
+    return region_view(region) if region.device == HOST else device_bytes(region)
 
 
 def require(name: str) -> None:

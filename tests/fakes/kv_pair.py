@@ -14,6 +14,7 @@ from core.request import GenerateRequest
 from kv_transfer.api import FirstTokens, Pulled, TransportOpener
 from kv_transfer.config import TransferConfig
 from kv_transfer.destination import Destination
+from kv_transfer.device import Cuda
 from kv_transfer.exchange import Exchange
 from kv_transfer.factory import TransportFactory
 from kv_transfer.local_link import LocalDialer
@@ -82,18 +83,21 @@ async def open_pair(
     computing: bool = True,
     chunk_tokens: int = 64,
     on_crash: OnCrash | None = None,
+    source_cuda: Cuda | None = None,
+    target_cuda: Cuda | None = None,
 ) -> AsyncIterator[Pair]:
     """Compose both sides; closes them, and fails if the destination's pages do not come home."""
     config = msgspec.structs.replace(config or quick(), transports=(transport,), segment_directory=directory)
     exchange = exchange or Exchange()
     clock = SystemClock()
     rows = (source_layout or target_layout) is None or (source_layout or target_layout).has_row_state
-    theirs = Pool(source_layout or make_layout(num_pages=64, gap=32, rows=rows), directory, seed=1)
-    ours = Pool(target_layout or make_layout(num_pages=96, rows=rows), seed=2)
+    theirs = Pool(source_layout or make_layout(num_pages=64, gap=32, rows=rows), directory, seed=1, cuda=source_cuda)
+    ours = Pool(target_layout or make_layout(num_pages=96, rows=rows), seed=2, cuda=target_cuda)
     source_host, host, dialer = FakeSourceHost(theirs), FakeDestinationHost(ours), LocalDialer()
 
     def factory(pool: Pool) -> TransportFactory:
-        return TransportFactory(TransportSettings(pool.incarnation, config, exchange), pool.memory.regions, clock)
+        settings = TransportSettings(pool.incarnation, config, exchange, pool.cuda)
+        return TransportFactory(settings, pool.memory.regions, clock)
 
     source = Source(
         config=config,
@@ -105,6 +109,7 @@ async def open_pair(
         opener=factory(theirs),
         clock=source_clock or clock,
         on_crash=on_crash,
+        cuda=source_cuda,
     )
     source_host.source = source
     destination = Destination(
@@ -118,6 +123,7 @@ async def open_pair(
         opener=opener or factory(ours),
         clock=clock,
         on_crash=on_crash,
+        cuda=target_cuda,
     )
     await source.start()
     dialer.serve(ADDRESS, source)

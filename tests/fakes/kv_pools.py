@@ -15,7 +15,11 @@ from core.handover import TokenLogprobs
 from core.ids import Incarnation, RequestId, fresh_incarnation
 from core.kv import Component, ComponentKind, KVLayout, PageRef
 from core.request import NO_FLOORS, GenerateRequest, SamplingParams, StopRules
+from kv_transfer.api import HOST
+from kv_transfer.device import Cuda
+from kv_transfer.device_memory import DeviceMemory, allocate_on_device
 from kv_transfer.memory import RegionMemory, allocate, region_view
+from tests.fakes.fake_cuda import device_bytes
 
 PAGE_TOKENS = 16
 
@@ -55,11 +59,12 @@ def region_sizes(layout: KVLayout) -> list[int]:
     return [c.offset + c.num_records * c.stride_bytes for c in layout.components]
 
 
-def record(layout: KVLayout, memory: RegionMemory, name: str, index: int) -> np.ndarray:
-    """The bytes of one record, as a view."""
+def record(layout: KVLayout, memory: RegionMemory | DeviceMemory, name: str, index: int) -> np.ndarray:
+    """The bytes of one record, as a view, also of one on the fake device."""
     c = layout.component(name)
-    start = c.offset + index * c.stride_bytes
-    return region_view(memory.regions[c.region])[start : start + c.record_bytes]
+    start, region = c.offset + index * c.stride_bytes, memory.regions[c.region]
+    view = region_view(region) if region.device == HOST else device_bytes(region)
+    return view[start : start + c.record_bytes]
 
 
 def content(key: object, size: int) -> np.ndarray:
@@ -81,12 +86,25 @@ def make_request(num_tokens: int, name: str = "req-1", attempt: int = 0) -> Gene
 
 
 class Pool:
-    """A layout with memory and a free list in random order; page 0 is the sink."""
+    """A layout with memory (on a device with `cuda`) and a free list in random order; page 0 is the sink."""
 
-    def __init__(self, layout: KVLayout, directory: str = "", incarnation: Incarnation | None = None, seed: int = 0):
+    def __init__(
+        self,
+        layout: KVLayout,
+        directory: str = "",
+        incarnation: Incarnation | None = None,
+        seed: int = 0,
+        cuda: Cuda | None = None,
+    ):
         self.layout = layout
         self.incarnation = incarnation or fresh_incarnation()
-        self.memory = allocate(region_sizes(layout), incarnation=self.incarnation, directory=directory)
+        self.cuda = cuda
+        sizes = region_sizes(layout)
+        self.memory = (
+            allocate(sizes, incarnation=self.incarnation, directory=directory)
+            if cuda is None
+            else allocate_on_device(sizes, cuda=cuda, device=0)
+        )
         self.num_pages = layout.component("kv").num_records
         self.free = list(range(1, self.num_pages))
         self.epochs = [0] * self.num_pages

@@ -62,9 +62,13 @@ def test_a_component_that_only_the_source_has_is_named_and_skipped():
 def test_auto_prefers_shared_memory_and_keeps_the_configured_order():
     assert expand(["auto"]) == ("shm", "tcp")
     assert expand(["loopback", "auto", "tcp"]) == ("loopback", "shm", "tcp")
+    assert expand(["auto"], on_device=True) == ("cuda-ipc", "shm", "tcp")
+    assert expand(["tcp"], on_device=True) == ("tcp",)
     assert transport_order(["auto"], ["tcp", "shm"]) == ("shm", "tcp")
     assert transport_order(["tcp", "shm"], ["shm", "tcp"]) == ("tcp", "shm")
     assert transport_order(["auto"], ["tcp"]) == ("tcp",)
+    assert transport_order(["auto"], ["tcp", "cuda-ipc"], on_device=True) == ("cuda-ipc", "tcp")
+    assert transport_order(["auto"], ["tcp", "cuda-ipc"]) == ("tcp",)
 
 
 def test_nothing_in_common_says_what_both_sides_have():

@@ -1,0 +1,80 @@
+"""Bytes of registered regions as the CPU may handle them: host memory in place, device memory by copies.
+
+Everything that hashes, sends or lands bytes through the host works on these; knows no transport and no pages.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kv_transfer.api import HOST, MemoryRegion
+from kv_transfer.device import Cuda
+from kv_transfer.memory import U8, region_view
+
+Copies = Iterable[tuple[int, int, int]]
+"""(target offset, source offset, bytes)."""
+
+
+class DeviceView:
+    """One region in device memory. Slices are copied, and each call has moved its bytes when it returns. Thread-safe."""
+
+    def __init__(self, cuda: Cuda, region: MemoryRegion) -> None:
+        self.cuda = cuda
+        self.device = region.device
+        self.address = region.address
+        self._nbytes = region.nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, part: slice) -> U8:
+        start, end, _ = part.indices(self._nbytes)
+        return self.pieces([start], [end - start])[0]
+
+    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[U8]:
+        """Return copies of several pieces, fetched together."""
+        whole = np.empty(sum(sizes), np.uint8)
+        ends = np.cumsum(sizes).tolist()
+        begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+        base = int(whole.ctypes.data)
+        self.cuda.copy(
+            self.device,
+            [(base + b, self.address + at, n) for b, at, n in zip(begins, offsets, sizes, strict=True)],
+        )
+        return [whole[b:e] for b, e in zip(begins, ends, strict=True)]
+
+
+Bytes = U8 | DeviceView
+
+
+def views_of(regions: Sequence[MemoryRegion], cuda: Cuda | None) -> dict[int, Bytes]:
+    """Return the bytes of the regions by id; without `cuda`, those on a device have none."""
+    views: dict[int, Bytes] = {region.id: region_view(region) for region in regions if region.device == HOST}
+    if cuda is not None:
+        views |= {region.id: DeviceView(cuda, region) for region in regions if region.device != HOST}
+    return views
+
+
+def pieces_of(view: Bytes, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """Return the bytes of several pieces: in place where that is possible, else copied."""
+    if isinstance(view, DeviceView):
+        return [piece.data for piece in view.pieces(offsets, sizes)]
+    memory = view.data
+    return [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
+
+
+def copy_slices(target: Bytes, source: Bytes, copies: Copies) -> None:
+    """Copy slices in order; on return all have been moved. Copies within host memory take no interpreter lock."""
+    device = next((view for view in (target, source) if isinstance(view, DeviceView)), None)
+    if device is not None:
+        to, of = _address(target), _address(source)
+        device.cuda.copy(device.device, [(to + t, of + s, n) for t, s, n in copies])
+        return
+    assert not isinstance(target, DeviceView)
+    assert not isinstance(source, DeviceView)
+    for t, s, n in copies:
+        target[t : t + n] = source[s : s + n]
+
+
+def _address(view: Bytes) -> int:
+    return view.address if isinstance(view, DeviceView) else int(view.ctypes.data)
