@@ -17,6 +17,7 @@ from benchmarks.kernel_case import (
     turns,
 )
 from benchmarks.kernel_cases_attention import CASES_ATTENTION
+from benchmarks.kernel_cases_sampling import CASES_SAMPLING
 from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
 from engine.kernels.reference.sort_routes import sort_routes
 
@@ -364,4 +365,5 @@ CASES = (
         compiled=({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": 4},),
     ),
     *CASES_ATTENTION,
+    *CASES_SAMPLING,
 )

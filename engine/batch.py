@@ -1,6 +1,6 @@
 """The tensors of one step, passed explicitly to every layer. Built by the runner, read by models and attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -80,3 +80,25 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.rows)
+
+    def on(self, device: torch.device) -> "ForwardBatch":
+        """Return the batch with its tensors on a device; waits for the copies."""
+        lengths = np.diff(self.q_start)
+        images = self.images
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            page_table=self.page_table.to(device, torch.int32),
+            sample_at=self.sample_at.to(device),
+            history=None if self.history is None else self.history.to(device),
+            images=None if images is None else ImageRows(images.at.to(device), images.rows.to(device)),
+            device_rows=DeviceRows(
+                rows=torch.tensor(self.rows, dtype=torch.int32, device=device),
+                q_start=torch.tensor(self.q_start, dtype=torch.int32, device=device),
+                seq_start=torch.tensor(self.seq_start, dtype=torch.int32, device=device),
+                max_q=int(lengths.max(initial=0)),
+                max_length=int((self.seq_start + lengths).max(initial=0)),
+            ),
+        )

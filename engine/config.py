@@ -17,6 +17,10 @@ from engine.cache.hit import ReuseKind, ReuseRule
 from engine.images import ImageFacts
 
 SINK_PAGES = 1
+MIN_PAGES = 3
+"""The SINK, one for a prompt and one for its output."""
+REGION_SLACK_BYTES = 4096
+"""Regions are rounded up to so many."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,13 +47,25 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Bound on the text of all kept grammars together."""
 
 
+class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Decode steps that a GPU repeats from a recording, for models whose forward can be recorded."""
+
+    enabled: bool = True
+    """Record at start; off: every launch of every step is made by the host."""
+    tiers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    """Numbers of rows that decode steps are padded to; none: 1, 2, 4, 8 ... and num_rows."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the scheduler and the runner are told. Token counts are per engine, times are seconds."""
 
     page_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
     """Tokens per page; equal on prefill and decode workers."""
-    num_pages: Annotated[int, Meta(ge=3)] = 512
-    """Pages of the pool, page 0 (the SINK) included."""
+    num_pages: Annotated[int, Meta(ge=0)] = 512
+    """Pages of the pool, page 0 (the SINK) included. 0, on a GPU: as many as `memory_share` holds."""
+    memory_share: Annotated[float, Meta(gt=0, lt=1)] = 0.8
+    """Part of a GPU's memory that is free after the weights are there that the pool takes, if `num_pages` is 0. The rest
+    is for the tensors of steps, and for other processes."""
     num_rows: Annotated[int, Meta(ge=1, le=65536)] = 32
     """Sequences that may hold a row at once."""
     chunk_tokens: Annotated[int, Meta(ge=1)] = 512
@@ -82,6 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Intra-op threads of the runner."""
     speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
+    graphs: GraphsConfig = GraphsConfig()
     images: bool = True
     """Take images, if the model does."""
     image_cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
@@ -154,6 +171,23 @@ class CapacityPlan:
         ]
 
 
+def fitting_pages(layout: KVLayout, free_bytes: int, share: float) -> int:
+    """Return how many pages a share of free memory holds beside the rows; `layout` is of any number of pages.
+
+    Raises `ConfigError` if that is none.
+    """
+    paged = sum(c.stride_bytes for c in layout.components if c.kind is ComponentKind.PAGED)
+    rows = sum(c.stride_bytes * c.num_records for c in layout.components if c.kind is not ComponentKind.PAGED)
+    pages = (int(free_bytes * share) - rows - len(layout.components) * REGION_SLACK_BYTES) // max(1, paged)
+    if pages < MIN_PAGES:
+        raise ConfigError(
+            f"{share:g} of the {free_bytes / 2**20:.1f} MiB that are free on the GPU hold no pool: rows take "
+            f"{rows / 2**20:.1f} MiB, a page {paged / 2**20:.3f}; lower engine.num_rows or raise engine.memory_share",
+            param="engine.num_pages",
+        )
+    return pages
+
+
 def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) -> CapacityPlan:
     """Return what fits, or raise `ConfigError` naming the setting that must change."""
     size = config.page_tokens
@@ -161,6 +195,12 @@ def plan_capacity(config: EngineConfig, layout: KVLayout, max_positions: int) ->
         raise ConfigError(f"the KV layout has pages of {layout.page_tokens} tokens, page_tokens is {size}")
     if config.chunk_tokens < size:
         raise ConfigError(f"chunk_tokens = {config.chunk_tokens} is smaller than one page; set it to {size} or more")
+    if config.num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"engine.num_pages = {config.num_pages} is no pool; set it to {MIN_PAGES} or more (0, as many as fit, is for a "
+            "GPU only)",
+            param="engine.num_pages",
+        )
     usable = config.num_pages - SINK_PAGES
     for component in layout.components:
         wanted = config.num_pages if component.kind is ComponentKind.PAGED else config.num_rows

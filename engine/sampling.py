@@ -56,6 +56,25 @@ class _RowRules:
     masked_ids: I64
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceParams:
+    """What a device needs to choose tokens for m rows."""
+
+    temperature: F64
+    min_p: F64
+    top_k: I64
+    top_p: F64
+    seed: npt.NDArray[np.uint64]
+    sample_index: I64
+    num_logprobs: I32
+
+    @property
+    def restricted(self) -> npt.NDArray[np.bool_]:
+        """Return [m]: rows that may not choose among all ids."""
+        limits = (self.min_p > 0) | (self.top_k > 0) | (self.top_p < 1)
+        return limits & (self.temperature >= GREEDY_BELOW)
+
+
 _NO_RULES = _RowRules(np.zeros(0, np.int64), np.zeros(0, np.float64), np.zeros(0, np.int64))
 
 
@@ -129,6 +148,7 @@ class Sampler:
         self._masked_before = np.zeros(num_rows, np.int64)
         self._penalized = np.zeros(num_rows, np.bool_)
         self._plain = np.ones(num_rows, np.bool_)
+        self._biased = np.zeros(num_rows, np.bool_)
         self._rules = [_NO_RULES] * num_rows
         self._counts = PenaltyCounts(num_rows, vocab_size)
 
@@ -162,6 +182,7 @@ class Sampler:
         else:
             self._counts.drop(row)
         self._has_grammar[row] = bool(init.grammar)
+        self._biased[row] = bool(params.logit_bias)
         changed = bool(penalized or params.logit_bias or masked or init.grammar)
         self._plain[row] = params.temperature < GREEDY_BELOW and not changed and params.num_logprobs < 0
 
@@ -190,6 +211,23 @@ class Sampler:
         if (self._num_logprobs[rows] < 0).all():
             return SampleOutput(tokens)
         return self._with_logprobs(host, rows, tokens)
+
+    def on_host(self, rows: I32, positions: I64) -> npt.NDArray[np.bool_]:
+        """Return [m]: rows with rules that a device does not know: bias, masked ids, penalties, a grammar."""
+        rules = self._biased[rows] | self._penalized[rows] | self._has_grammar[rows]
+        return rules | (positions < self._masked_before[rows])
+
+    def params(self, rows: I32) -> ChoiceParams:
+        """Return what else decides a row's token; arguments as in `sample`."""
+        return ChoiceParams(
+            temperature=self._temperature[rows],
+            min_p=self._min_p[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            seed=self._seed[rows],
+            sample_index=self._sample_index[rows],
+            num_logprobs=self._num_logprobs[rows],
+        )
 
     def distribution(self, raw: Floats, row: int, position: int) -> tuple[I64, F64]:
         """Return the ids (ascending) that a row may choose from its logits [vocab], and their probabilities [n]."""

@@ -93,7 +93,7 @@ class RingAttention:
         batch, window = self._batch, self._window
         begin, end, start = int(batch.q_start[i]), int(batch.q_start[i + 1]), int(batch.seq_start[i])
         first_old = max(0, start - window + 1)
-        positions = torch.arange(first_old, start + end - begin)
+        positions = torch.arange(first_old, start + end - begin, device=self._rings.device)
         asking = positions[start - first_old :, None]
         kept = max(begin, end - window)
         return _Chunk(
@@ -104,21 +104,22 @@ class RingAttention:
             old_slots=positions[: start - first_old] % self._capacity,
             mask=(positions <= asking) & (positions > asking - window),
             kept=kept,
-            kept_slots=torch.arange(start + kept - begin, start + end - begin) % self._capacity,
+            kept_slots=torch.arange(start + kept - begin, start + end - begin, device=self._rings.device)
+            % self._capacity,
         )
 
     def _decode_rows(self, chosen: np.ndarray[tuple[int], np.dtype[np.intp]]) -> _Decode:
-        batch = self._batch
-        positions = torch.from_numpy(batch.seq_start[chosen].astype(np.int64))[:, None]
+        batch, device = self._batch, self._rings.device
+        positions = torch.from_numpy(batch.seq_start[chosen].astype(np.int64)).to(device)[:, None]
         # The newest position that can be in each slot; the one being written is among them.
-        held = positions - (positions - torch.arange(self._capacity)) % self._capacity
+        held = positions - (positions - torch.arange(self._capacity, device=device)) % self._capacity
         hidden = (held < 0) | (held <= positions - self._window)
         wide = torch.float32 if self._rings.dtype is torch.bfloat16 else self._rings.dtype
         return _Decode(
-            tokens=torch.from_numpy(batch.q_start[chosen].astype(np.int64)),
-            rows=torch.from_numpy(batch.rows[chosen].astype(np.int64)),
+            tokens=torch.from_numpy(batch.q_start[chosen].astype(np.int64)).to(device),
+            rows=torch.from_numpy(batch.rows[chosen].astype(np.int64)).to(device),
             slots=positions[:, 0] % self._capacity,
-            bias=torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -torch.inf)[:, None, None],
+            bias=torch.zeros(hidden.shape, dtype=wide, device=device).masked_fill_(hidden, -torch.inf)[:, None, None],
         )
 
 

@@ -55,7 +55,7 @@ def _attend(q, k, v, valid, most, total, o, SCALE: tl.constexpr, MASKED: tl.cons
     return new, total, o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _decode(
     Q, PAGES, TABLE, STARTS, SEQ, OUT, PARTS, SIZES, count, table_stride, page_stride, value_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
@@ -106,7 +106,7 @@ def _decode(
             tl.store(PARTS + part[:, None] * D + width[None, :], o, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge(
     PARTS, SIZES, STARTS, SEQ, OUT, count, H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -137,7 +137,7 @@ def _merge(
         tl.store(OUT + token.to(tl.int64) * (H * D) + head * D + width, o.to(OUT.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _chunks(
     Q, PAGES, TABLE, STARTS, SEQ, OUT, count, table_stride, page_stride, value_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,

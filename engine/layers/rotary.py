@@ -90,6 +90,10 @@ class Rotary:
         self._cos = (angles.cos() * magnitude(scaling)).to(dtype)
         self._sin = (angles.sin() * magnitude(scaling)).to(dtype)
 
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine [max_positions, rotary_dim / 2] on a device: the same bits on every one."""
+        return self._cos.to(device), self._sin.to(device)
+
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [t, 1, rotary_dim / 2] of int64 positions [t]; once per step, for all layers."""
         return self._cos[positions][:, None], self._sin[positions][:, None]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from core.errors import CheckpointError
-from core.kv import Component, ComponentKind, KVLayout
+from core.kv import ComponentKind, KVLayout
 from engine.attention.paged import PagedAttention
 from engine.attention.ring import RingAttention
 from engine.batch import ForwardBatch
@@ -21,13 +21,12 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, rotate
-from engine.models.components import ring_capacity, token_component
 from engine.models.config import LlamaConfig, parse_llama
+from engine.models.llama_device import DeviceLlamaModel, build_device_weights
+from engine.models.llama_layout import FULL, WINDOW, llama_layout
 from engine.models.loader import DTYPES, Checkpoint
 from engine.models.manifest import Manifest
 from engine.models.model import KVTensors, ModelFacts
-
-FULL, WINDOW = "full", "window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +79,7 @@ class LlamaModel:
 
     def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
         """Components ``full`` and ``window``, each only if the model has such layers."""
-        config, components = self._config, list[Component]()
-        for name in (FULL, WINDOW):
-            layers = tuple(str(i) for i, window in enumerate(config.windows) if (window > 0) == (name == WINDOW))
-            if not layers:
-                continue
-            component = token_component(
-                name,
-                ComponentKind.PAGED if name == FULL else ComponentKind.RING,
-                region=len(components),
-                layers=layers,
-                heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                elem=self.facts.kv_dtype,
-                capacity_tokens=page_tokens if name == FULL else ring_capacity(self._window),
-                num_records=num_pages if name == FULL else num_rows,
-            )
-            components.append(component)
-        return KVLayout(page_tokens=page_tokens, components=tuple(components))
+        return llama_layout(self._config, self.facts.kv_dtype, num_pages, num_rows, page_tokens)
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, vocab] for `batch.sample_at`."""
@@ -175,7 +157,15 @@ def build_weights(config: LlamaConfig, checkpoint: Checkpoint) -> Weights:
     return weights
 
 
-def load(directory: Path, config: dict[str, Any], manifest: Manifest, name: str, dtype: str | None) -> LlamaModel:
+def load(
+    directory: Path,
+    config: dict[str, Any],
+    manifest: Manifest,
+    name: str,
+    dtype: str | None,
+    *,
+    device: torch.device = CPU,
+) -> LlamaModel | DeviceLlamaModel:
     """Build the model of a checkpoint directory; called by the registry. `dtype` None: the checkpoint's own."""
     path = directory / "config.json"
     parsed = parse_llama(config, path)
@@ -193,5 +183,8 @@ def load(directory: Path, config: dict[str, Any], manifest: Manifest, name: str,
         eos_token_ids=parsed.eos_token_ids,
         kv_dtype=elem,
     )
+    if device.type != "cpu":
+        moved = build_device_weights(parsed, Checkpoint(directory, DTYPES[elem]), device)
+        return DeviceLlamaModel(parsed, facts, moved, DTYPES[elem], device)
     weights = build_weights(parsed, Checkpoint(directory, DTYPES[elem]))
     return LlamaModel(parsed, facts, weights, DTYPES[elem])

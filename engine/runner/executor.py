@@ -5,6 +5,7 @@ Used by one thread. Knows no threads, no sequences, no pool and no tree.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +22,31 @@ from engine.runner.row_mirror import RowMirror
 from engine.sampling import Sampler
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def done(self) -> bool:
+        """Return whether `result` would not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step; to be called once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`Launched` of a step that is over."""
+
+    step_result: StepResult
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.step_result
 
 
 class Executor(Protocol):

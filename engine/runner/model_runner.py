@@ -13,25 +13,29 @@ from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
 from engine.models.drafter import SpeculativeModel
 from engine.models.model import KVTensors, Model
-from engine.plan import StepHandle, StepResult, decode_plan
-from engine.runner.executor import Executor, StepExecutor
+from engine.plan import Plan, StepHandle, StepResult, decode_plan
+from engine.runner.device_executor import DeviceExecutor
+from engine.runner.executor import Computed, Executor, Launched, StepExecutor
 from engine.runner.speculative import SpeculativeExecutor
 
 MAX_IN_FLIGHT = 2
 
 
 class StepTicket:
-    """One launched step; written by the executor, read by the scheduler after `finished` is set."""
+    """One launched step; written by the executor, read by the scheduler after `finished` is set.
+
+    On a device that means queued: the result is waited for by who reads it.
+    """
 
     def __init__(self, step: int, plan: bytes) -> None:
         self.step = step
         self.plan = plan
         self.finished = threading.Event()
-        self.result: StepResult | None = None
+        self.launched: Launched | None = None
         self.error: BaseException | None = None
 
     def done(self) -> bool:
-        return self.finished.is_set()
+        return self.finished.is_set() and (self.launched is None or self.launched.done())
 
 
 class ModelRunner:
@@ -44,13 +48,19 @@ class ModelRunner:
         config: EngineConfig,
         max_pages: int,
         grammars: GrammarCompiler | None = None,
+        *,
+        executor: Executor | DeviceExecutor | None = None,
     ) -> None:
-        """Without `grammars` no request may have one."""
-        self._executor: Executor = (
-            SpeculativeExecutor(model, kv, config, max_pages, grammars=grammars)
-            if config.speculation.mode != "off" and isinstance(model, SpeculativeModel)
-            else StepExecutor(model, kv, config, max_pages, grammars=grammars)
-        )
+        """Without `grammars` no request may have one. `executor`: run this one, not what fits the model."""
+        self._executor: Executor | DeviceExecutor
+        if executor is not None:
+            self._executor = executor
+        elif config.speculation.mode != "off" and isinstance(model, SpeculativeModel):
+            self._executor = SpeculativeExecutor(model, kv, config, max_pages, grammars=grammars)
+        elif model.device.type != "cpu":
+            self._executor = DeviceExecutor(model, kv, config, max_pages, grammars=grammars)
+        else:
+            self._executor = StepExecutor(model, kv, config, max_pages, grammars=grammars)
         self._threads = config.threads
         self._last_step = 0
         self._in_flight = 0
@@ -76,13 +86,18 @@ class ModelRunner:
         self._in_flight -= 1
         if handle.error is not None:
             raise handle.error
-        assert handle.result is not None
-        return handle.result
+        assert handle.launched is not None
+        return handle.launched.result()
 
     def close(self) -> None:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
+
+    def _launch(self, plan: Plan) -> Launched:
+        if isinstance(self._executor, DeviceExecutor):
+            return self._executor.launch(plan)
+        return Computed(self._executor.run(plan))
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -90,7 +105,7 @@ class ModelRunner:
         while (ticket := self._queue.get()) is not None:
             if failure is None:
                 try:
-                    ticket.result = self._executor.run(decode_plan(ticket.plan))
+                    ticket.launched = self._launch(decode_plan(ticket.plan))
                 except Exception as error:  # noqa: BLE001 (top of the thread; `collect` raises it on the scheduler)
                     failure = error
             ticket.error = failure

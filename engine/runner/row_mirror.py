@@ -10,6 +10,7 @@ import torch
 
 from engine.batch import ForwardBatch, RowReplay
 from engine.config import EngineConfig
+from engine.device import CPU
 from engine.plan import Plan, RowInit
 from engine.runner.row_images import RowImages
 from engine.runner.token_history import TokenHistory
@@ -25,8 +26,14 @@ class RowMirror:
     """Row-indexed arrays of one executor. `history_tokens` = 0: no ids are kept."""
 
     def __init__(
-        self, config: EngineConfig, max_pages: int, history_tokens: int = 0, images: RowImages | None = None
+        self,
+        config: EngineConfig,
+        max_pages: int,
+        history_tokens: int = 0,
+        images: RowImages | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._page_tokens = config.page_tokens
         self._deterministic = config.deterministic
         self.next_token = np.zeros(config.num_rows, np.int64)
@@ -74,7 +81,7 @@ class RowMirror:
         if self._history is not None:
             history = torch.from_numpy(self._history.before(rows, seq_start.astype(np.int64)))
             self._history.write(rows, q_start, positions, tokens)
-        return ForwardBatch(
+        batch = ForwardBatch(
             token_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(slots),
@@ -89,6 +96,7 @@ class RowMirror:
             replay=self._replay(rows),
             images=None if self._images is None else self._images.of_step(rows, q_start, seq_start),
         )
+        return batch if self._device.type == "cpu" else batch.on(self._device)
 
     def _replay(self, rows: I32) -> RowReplay | None:
         if not self._has_floors[rows].any():

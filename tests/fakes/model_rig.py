@@ -4,6 +4,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,7 +20,12 @@ from engine.grammar.vocabulary import read_definition
 from engine.loop import StepLoop
 from engine.models.builtin import prepare_builtin
 from engine.models.byte_tokenizer import write_byte_tokenizer
+from engine.models.config import parse_llama
+from engine.models.llama_device import DeviceLlamaModel, build_device_weights
+from engine.models.loader import DTYPES, Checkpoint
 from engine.models.registry import load_model
+from engine.runner.device_executor import DeviceExecutor
+from engine.runner.device_stream import ImmediateStream
 from engine.runner.model_runner import ModelRunner
 from tests.fakes.engine_rig import Collector, ListInbox, announced_from, hasher_of, request_of
 
@@ -35,6 +41,16 @@ def model_of(name):
     return load_model(prepare_builtin(name, Path(folder)), dtype=dtype or None, mode=mode or None)
 
 
+@functools.cache
+def device_model_of(name):
+    """A built-in Llama in the form that runs on a GPU, on host memory with the reference ops."""
+    folder = prepare_builtin(name, Path(tempfile.mkdtemp(prefix="tandem-models-")))
+    model, raw = model_of(name), msgspec.json.decode((folder / "config.json").read_bytes())
+    config, dtype = parse_llama(raw, folder), DTYPES[model.facts.kv_dtype]
+    weights = build_device_weights(config, Checkpoint(folder, dtype), model.device)
+    return DeviceLlamaModel(config, model.facts, weights, dtype, model.device)
+
+
 def grammars_of(model):
     """A compiler over the byte vocabulary of the generated models."""
     with tempfile.TemporaryDirectory() as folder:
@@ -48,8 +64,8 @@ def grammars_of(model):
 class ModelRig:
     """Engine, model runner and loop; use as a context manager so that the executor thread ends."""
 
-    def __init__(self, name, *, model=None, **settings):
-        """`model`: run this one instead of the built-in model's own."""
+    def __init__(self, name, *, model=None, on_device=False, **settings):
+        """`model`: run this one instead of the built-in model's own; `on_device`: with the executor of devices."""
         settings = {"page_tokens": 8, "num_pages": 64, "num_rows": 8, "chunk_tokens": 32, **settings}
         self.config = EngineConfig(**settings)
         self.model = model or model_of(name)
@@ -65,7 +81,12 @@ class ModelRig:
             num_drafts=drafts_of(self.model, self.config.speculation),
         )
         self.grammars = grammars_of(self.model)
-        self.runner = ModelRunner(self.model, self.memory, self.config, self.engine.capacity.max_pages, self.grammars)
+        max_pages, executor = self.engine.capacity.max_pages, None
+        if on_device:
+            executor = DeviceExecutor(
+                self.model, self.memory, self.config, max_pages, grammars=self.grammars, stream=ImmediateStream()
+            )
+        self.runner = ModelRunner(self.model, self.memory, self.config, max_pages, self.grammars, executor=executor)
         self.sink = Collector()
         self.loop = StepLoop(
             engine=self.engine,

@@ -16,6 +16,7 @@ VOCAB = 10
 class EchoModel:
     """Prefers the token after each row's last one; keeps the batches it saw."""
 
+    device = torch.device("cpu")
     facts = ModelFacts(
         name="echo",
         revision="r",

@@ -1,0 +1,136 @@
+"""Token choice on a device without waiting for it: parameters go up, tokens and log-probabilities stay there.
+
+The rules that need more than parameters (bias, masks, penalties, grammars) are the host's (`Sampler.on_host`). Chooses
+what `engine.sampling` chooses for the same logits: border, noise and sums are in float64. Executor thread only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kernels.ops import pick
+from engine.runner.device_stream import DeviceStream
+from engine.sampling import GREEDY_BELOW, ChoiceParams
+
+I64 = npt.NDArray[np.int64]
+
+_BUFFERS = 3
+_FIELDS = 9
+"""Values a row and step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What was chosen for m rows, on the device."""
+
+    tokens: torch.Tensor  # int64 [m]
+    logprobs: torch.Tensor | None = None  # float32 [n, 1 + K] of the rows that asked: the chosen token's, then the best
+    top_tokens: torch.Tensor | None = None  # int64 [n, K], most likely first
+
+
+class DeviceSampler:
+    """For up to `num_rows` rows a step."""
+
+    def __init__(self, num_rows: int, vocab_size: int, stream: DeviceStream) -> None:
+        device = stream.device
+        self._vocab_size = vocab_size
+        self._sample = pick("sample_tokens", device)
+        self._zero = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._no_temperature = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        self._no_border = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=device)
+        self._no_last = torch.full((num_rows,), vocab_size, dtype=torch.int64, device=device)
+        self._values = torch.zeros(_FIELDS, num_rows, dtype=torch.int64, device=device)
+        self._uploads = [stream.pinned(_FIELDS * num_rows, torch.int64) for _ in range(_BUFFERS)]
+        self._turn = 0
+
+    def choose(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> DeviceChoice:
+        """Return what rows choose of `logits` [m, vocab], float32 or float64; `positions` [m] as in `Sampler.sample`."""
+        m = len(positions)
+        wanting = np.flatnonzero(params.num_logprobs >= 0)
+        restricted = np.flatnonzero(params.restricted)
+        plain = (params.temperature < GREEDY_BELOW).all()
+        if plain and not len(wanting):
+            zero = self._zero[:m]
+            none = (self._no_temperature[:m], zero, zero, zero, self._no_border[:m], self._no_last[:m])
+            return DeviceChoice(self._sample(logits, *none))
+        fields = self._upload(params, positions, restricted, wanting)
+        temperature, seed, position, sample, log_min_p, top_k, top_p = (fields[i, :m] for i in range(7))
+        temperature = temperature.view(torch.float64)
+        border, last = self._no_border[:m], self._no_last[:m]
+        if len(restricted):
+            at = fields[7, : len(restricted)]
+            limits = (log_min_p.view(torch.float64)[at], top_k[at], top_p.view(torch.float64)[at])
+            scaled = logits[at] / temperature[at].to(logits.dtype)[:, None]
+            found = borders(scaled, *limits)
+            border, last = border.index_copy(0, at, found[0]), last.index_copy(0, at, found[1])
+        tokens = self._sample(logits, temperature, seed, position, sample, border, last)
+        if not len(wanting):
+            return DeviceChoice(tokens)
+        at = fields[8, : len(wanting)]
+        return DeviceChoice(tokens, *log_probabilities(logits[at], tokens[at], int(params.num_logprobs.max())))
+
+    def _upload(
+        self, params: ChoiceParams, positions: I64, restricted: npt.NDArray[np.intp], wanting: npt.NDArray[np.intp]
+    ) -> torch.Tensor:
+        upload = self._uploads[self._turn % _BUFFERS].view(_FIELDS, -1)
+        self._turn += 1
+        host, m = upload.numpy(), len(positions)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(params.min_p)
+        fields = (
+            params.temperature.view(np.int64),
+            params.seed.view(np.int64),
+            positions,
+            params.sample_index,
+            log_min_p.view(np.int64),
+            params.top_k,
+            params.top_p.view(np.int64),
+        )
+        for i, values in enumerate(fields):
+            host[i, :m] = values
+        host[7, : len(restricted)] = restricted
+        host[8, : len(wanting)] = wanting
+        self._values.copy_(upload, non_blocking=True)
+        return self._values
+
+
+def borders(
+    scaled: torch.Tensor, log_min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (border float64 [r], last int64 [r]): what min-p, top-k and top-p leave are the logits above the border,
+    and those equal to it whose id is not above `last`.
+
+    `scaled` [r, vocab]; `log_min_p` float64 [r], -inf: off; `top_k` int64 [r], 0: off; `top_p` float64 [r], 1: off.
+    """
+    values, ids = scaled.sort(dim=1, descending=True, stable=True)
+    wide = values.double()
+    gaps = wide - wide[:, :1]
+    count = (gaps >= log_min_p[:, None]).sum(1)
+    count = torch.where(top_k > 0, torch.minimum(count, top_k), count)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    mass = gaps.exp().masked_fill_(rank >= count[:, None], 0).cumsum(1)
+    enough = torch.searchsorted(mass, (top_p * mass[:, -1])[:, None])[:, 0] + 1
+    count = torch.where(top_p < 1, torch.minimum(count, enough), count)
+    end = (count - 1).clamp(min=0)[:, None]
+    return wide.gather(1, end)[:, 0], ids.gather(1, end)[:, 0]
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 [n, 1 + count], natural logs of `tokens` [n] and of the best, and int64 [n, count]: which are best.
+
+    Most likely first, of equals the lowest id, as on the host.
+    """
+    raw = logits.double()
+    total = raw.logsumexp(1, keepdim=True)
+    if logits.dtype is torch.float32:
+        # The bits of a float, order-preserving, and behind them the id: one total order.
+        bits = (logits + 0.0).view(torch.int32)
+        bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        best = ((bits << 32) | (0x7FFFFFFF - ids)).topk(min(count, logits.shape[1]), dim=1).indices
+    else:
+        best = raw.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    found = torch.cat((tokens[:, None], best), 1)
+    return (raw.gather(1, found) - total).float(), best
