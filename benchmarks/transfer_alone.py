@@ -34,7 +34,7 @@ def serve_alone(address: int, nbytes: int, names: Sequence[str]) -> tuple[list[S
     alive: list[object] = []
     for name in names:
         if name == "nixl":
-            agent = _agent(address, nbytes)
+            agent = _agent(address, nbytes, serves=True)
             alive.append(agent)
             served.append(Served(name, address, nbytes, agent.get_agent_metadata()))
         elif name == "mooncake":
@@ -44,8 +44,8 @@ def serve_alone(address: int, nbytes: int, names: Sequence[str]) -> tuple[list[S
     return served, alive
 
 
-def _agent(address: int, nbytes: int):  # noqa: ANN202 - the library's own type
-    agent = Nixl().agent(f"alone-{os.getpid()}-{fresh_incarnation()[:8]}")
+def _agent(address: int, nbytes: int, *, serves: bool):  # noqa: ANN202 - the library's own type
+    agent = Nixl().agent(f"alone-{os.getpid()}-{fresh_incarnation()[:8]}", serves=serves)
     agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1", "ucx_devices": ""})
     agent.register_memory([(address, nbytes, 0, "")], "DRAM")
     return agent
@@ -62,7 +62,7 @@ class NixlAlone:
     """One READ a request, polled without a pause."""
 
     def __init__(self, served: Served, address: int, nbytes: int) -> None:
-        self._agent = _agent(address, nbytes)
+        self._agent = _agent(address, nbytes, serves=False)
         self._remote = self._agent.add_remote_agent(served.blob).decode()
         self._theirs, self._ours, self._nbytes = served.address, address, nbytes
         self._lists: dict[int, tuple[object, object]] = {}

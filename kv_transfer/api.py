@@ -39,7 +39,7 @@ class Capabilities:
     cancel_is_fence: bool
     """True if `SupportsCancel.cancel` bounds the time until `quiesced` by one step or frame."""
     landing: str
-    """``direct`` (into pages) or ``staged`` (through a private ring)."""
+    """``direct`` (into pages), ``staged`` (through a private ring) or ``auto`` (by the way to the peer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,13 +56,15 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_run_bytes: Bytes = 4 << 20
     """Consecutive pages are merged into copies of at most this size."""
     step_bytes: Bytes = 2 << 20
-    """A shared-memory copy looks for cancellation this often."""
+    """A copy of shared memory, or of another process's, looks for cancellation this often."""
     frame_bytes: Bytes = 4 << 20
     """Largest payload of one frame of the tcp transport."""
     native_lane: Literal["auto", "cma", "rdma", "tcp"] = "auto"
     """How a native library reaches a peer: direct memory access on one host, a network card, or sockets in a sidecar."""
-    landing: Literal["staged", "direct"] = "staged"
-    """Where a native library writes: a private ring that we copy from, or the pages (then only its word frees them)."""
+    landing: Literal["auto", "staged", "direct"] = "auto"
+    """Where a native library writes: a private ring that we copy from, or the pages (then only its word frees them).
+
+    ``auto``: the pages where the call that starts a read also ends it (memory of a process on this host), else the ring."""
     landing_ring_bytes: Bytes = 64 << 20
     """Size of that ring, for each way to peers."""
     landing_slot_bytes: Bytes = 4 << 20

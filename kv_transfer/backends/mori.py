@@ -28,7 +28,7 @@ class MoriPlan:
             max_ops_in_flight_per_peer=64,
             same_host_only=False,
             read_is_safe_for_source=True,
-            cancel_is_fence=landing == "staged",
+            cancel_is_fence=landing != "direct",
             landing=landing,
         )
 

@@ -50,6 +50,18 @@ class NativePeer(LanePeer):
         return self._sizes
 
     def probe(self, timeout_s: float) -> float:
+        """Read a few bytes and return how long it took; raises TransferFailed."""
+        return self._read_few(timeout_s, timeout_s)
+
+    def moves_at_once(self, timeout_s: float) -> bool:
+        """True if a read is over when it has been posted. Asked after a first read, which connects."""
+        try:
+            self._read_few(timeout_s, 0.0)
+        except TransferFailed:
+            return False
+        return True
+
+    def _read_few(self, timeout_s: float, patience_s: float) -> float:
         start = self.shared.clock.now()
         landing, handle = self.bind(timeout_s)
         slot = landing.acquire(timeout_s)
@@ -60,10 +72,10 @@ class NativePeer(LanePeer):
         ticket = self._post(
             landing, handle, slot, Records(region, 0, np.zeros(1, np.int64), np.zeros(1, np.int64), one)
         )
-        outcome = landing.engine.wait(ticket, timeout_s)
+        outcome = landing.engine.wait(ticket, patience_s)
         if outcome is None:
             landing.retire(ticket, slot)
-            raise TransferFailed(f"no byte came within {timeout_s:g} s")
+            raise TransferFailed(f"no byte came within {patience_s:g} s")
         landing.settle(slot, proven=outcome.proven)
         _check(outcome)
         return self.shared.clock.now() - start
@@ -139,11 +151,21 @@ class StagedPeer(NativePeer):
 class DirectPeer(NativePeer):
     """Reads land in the regions: a cancelled one stays unproven until the library says that it is over, or the fence."""
 
+    def __init__(
+        self,
+        info: PeerInfo,
+        shared: Shared,
+        export: NativeExport,
+        landings: Revival[Landing],
+        piece_bytes: int,
+    ) -> None:
+        self._piece_bytes = piece_bytes
+        super().__init__(info, shared, export, landings)
+
     def read(self, job: Job) -> None:
         job.check(self.shared.clock)
         landing, handle = self.bind(self.shared.config.connect_timeout_s)
-        caps = self.shared.capabilities
-        for piece in split(job.records, caps.max_records_per_op, caps.max_bytes_per_op):
+        for piece in split(job.records, self.shared.capabilities.max_records_per_op, self._piece_bytes):
             job.check(self.shared.clock)
             ticket = landing.engine.post(handle, piece)
             while (outcome := landing.engine.wait(ticket, _LOOK_S)) is None:

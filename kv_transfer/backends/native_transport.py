@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from kv_transfer.api import Capabilities, MemoryRegion, PeerInfo, SourceGuard
 from kv_transfer.backends.landing import Landing
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport
 from kv_transfer.backends.native import EngineSpec, NativeEngine, open_engine
-from kv_transfer.backends.native_peer import PROBE_BYTES, DirectPeer, NativeExport, StagedPeer
+from kv_transfer.backends.native_peer import PROBE_BYTES, DirectPeer, NativeExport, NativePeer, StagedPeer
 from kv_transfer.backends.revival import Revival
 from kv_transfer.backends.sidecar import Sidecar
 from kv_transfer.config import TransferConfig
@@ -43,6 +43,8 @@ class Way:
     options: Mapping[str, str] = field(default_factory=dict, compare=False)
     worse: str = ""
     """Why it is not the way that one would expect here; it is logged as a warning and counted."""
+    in_steps: bool = False
+    """The library moves all bytes inside the call that starts a read: one read at a time, of `transfer.step_bytes`."""
 
 
 class NativePlan(Protocol):
@@ -124,16 +126,12 @@ class NativeTransport(LaneTransport):
         if not export.regions:
             raise TransferFailed("the peer serves no memory")
         way = self._plan.reach(export, host_id(), self._shared.config)
-        landings = self._landings.get(way)
-        if landings is None:
-            name = f"the {way.lane} engine of {info.transport}"
-            landings = self._landings[way] = Revival(name, lambda _: self._open_landing(way), self._clock)
-        peer = (DirectPeer if way.direct else StagedPeer)(info, self._shared, export, landings)
-        try:
-            seconds = peer.probe(timeout_s)
-        except BaseException:
+        peer, seconds = self._connected(info, export, way, timeout_s)
+        if way.in_steps and not peer.moves_at_once(timeout_s):
+            # Then only the ring bounds how long pages wait for a proof.
             peer.disconnect()
-            raise
+            way = replace(way, direct=False, in_steps=False, worse="the library does not read that memory directly")
+            peer, seconds = self._connected(info, export, way, timeout_s)
         self._ways[way.lane] += 1
         self._ways["worse"] += bool(way.worse)
         logger.log(
@@ -148,6 +146,25 @@ class NativeTransport(LaneTransport):
             f": {way.worse}" if way.worse else "",
         )
         return peer
+
+    def _connected(self, info: PeerInfo, export: NativeExport, way: Way, timeout_s: float) -> tuple[NativePeer, float]:
+        """Return a peer that has been read from once by this way, and how long that took; raises TransferFailed."""
+        landings = self._landings.get(way)
+        if landings is None:
+            name = f"the {way.lane} engine of {info.transport}"
+            landings = self._landings[way] = Revival(name, lambda _: self._open_landing(way), self._clock)
+        if way.direct:
+            config, most = self._shared.config, self.capabilities.max_bytes_per_op
+            piece_bytes = min(config.step_bytes, most) if way.in_steps else most
+            peer: NativePeer = DirectPeer(info, self._shared, export, landings, piece_bytes)
+        else:
+            peer = StagedPeer(info, self._shared, export, landings)
+        try:
+            seconds = peer.probe(timeout_s)
+        except BaseException:
+            peer.disconnect()
+            raise
+        return peer, seconds
 
     def _open_server(self, generation: int) -> NativeEngine:
         regions = tuple(self._shared.regions.regions.values())

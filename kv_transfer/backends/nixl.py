@@ -37,7 +37,7 @@ class NixlPlan:
             max_ops_in_flight_per_peer=64,
             same_host_only=False,
             read_is_safe_for_source=True,
-            cancel_is_fence=landing == "staged",
+            cancel_is_fence=landing != "direct",
             landing=landing,
         )
         self._has_rdma = has_rdma
@@ -50,17 +50,20 @@ class NixlPlan:
         if config.native_lane in ("auto", "rdma") and self._has_rdma():
             return _way("rdma", sidecar=False)
         needs_shared(regions, "nixl")
-        return _way("tcp", sidecar=True)
+        # An agent that knows nothing but sockets cannot be read directly, however near the reader is.
+        lane = "tcp" if config.native_lane == "tcp" else "any"
+        return Way("tcp", sidecar=True, options={"lane": lane})
 
     def reach(self, export: NativeExport, here: str, config: TransferConfig) -> Way:
         wanted, direct = config.native_lane, config.landing == "direct"
+        in_steps = config.landing != "staged"
         if export.lane == "cuda":
             if export.host != here:
                 raise TransferFailed("the source's GPU memory can only be read on its own host: it has no RDMA adapter")
             return _way("cuda", sidecar=False, direct=True, worse="cuda-ipc is many times faster within a host")
         denied = self._why_not_cma(export, here)
         if wanted in ("auto", "cma") and not denied:
-            return _way("cma", sidecar=False, direct=direct)
+            return _way("cma", sidecar=False, direct=in_steps, in_steps=in_steps)
         if wanted == "cma":
             raise TransferFailed(f"transfer.native_lane is cma, but {denied}")
         if export.lane == "rdma" or wanted == "rdma":
@@ -83,8 +86,8 @@ class NixlPlan:
         return f"its memory cannot be read directly ({reason}; {hint})" if reason else ""
 
 
-def _way(lane: str, *, sidecar: bool, direct: bool = False, worse: str = "") -> Way:
-    return Way(lane, sidecar, direct, {"lane": lane}, worse)
+def _way(lane: str, *, sidecar: bool, direct: bool = False, in_steps: bool = False, worse: str = "") -> Way:
+    return Way(lane, sidecar, direct, {"lane": lane}, worse, in_steps)
 
 
 def has_rdma() -> bool:

@@ -28,6 +28,8 @@ from kv_transfer.backends.nixl_library import Nixl
 RDMA_SETTLE_S = 5.0
 """A network card may still write what it had accepted when the peer was declared dead."""
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
+LOOKS = 16
+"""A waiting read is looked at again after this part of the time that it has waited, because looking moves its bytes."""
 MAX_LISTS = 64
 """Prepared lists kept for a peer; the oldest goes."""
 _HOST_MEMORY, _GPU_MEMORY = "DRAM", "VRAM"
@@ -64,7 +66,7 @@ class _Read:
 
 
 class NixlEngine:
-    """See `NativeEngine`. Options: ``lane`` is ``cma``, ``cuda``, ``rdma`` or ``tcp`` (nothing else than sockets)."""
+    """See `NativeEngine`. Options: ``lane`` is ``any``, ``cma``, ``cuda``, ``rdma`` or ``tcp`` (nothing else than sockets)."""
 
     def __init__(self, spec: EngineSpec, regions: Sequence[MemoryRegion], library: Nixl, clock: Clock) -> None:
         self._library = library
@@ -80,7 +82,7 @@ class NixlEngine:
         self._numbers = itertools.count(1)
         self._book = threading.RLock()
         """Around every call: STRICT agents serialize them anyway, and `close` must not meet one."""
-        self._agent: Any = library.agent(spec.name)
+        self._agent: Any = library.agent(spec.name, serves=spec.serves)
         self._name = spec.name
         self._call(self._agent.create_backend, "UCX", _backend_options(self._lane, spec.host))
         # The descriptors are the registration; the memory is the caller's, who closes us first.
@@ -143,7 +145,8 @@ class NixlEngine:
 
     def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
         read = self._reads[ticket]
-        end, pause = self._clock.now() + timeout_s, MIN_PAUSE_S
+        start = self._clock.now()
+        end = start + timeout_s
         while True:
             with self._book:
                 if read.outcome is None:
@@ -156,8 +159,8 @@ class NixlEngine:
                     return read.outcome
             if now >= end:
                 return None
+            pause = min(max(MIN_PAUSE_S, (now - start) / LOOKS), MAX_PAUSE_S)
             time.sleep(min(pause, end - now))
-            pause = min(2 * pause, MAX_PAUSE_S)
 
     def close(self) -> None:
         with self._book:

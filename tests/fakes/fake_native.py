@@ -1,7 +1,7 @@
 """A `NativeEngine` without a native library: copies by `process_vm_readv`, and fails in the ways that real ones do.
 
 Options: `hang` (posts are never over), `unproven` (reads fail without proof), `again` (reads arrive, but an earlier
-attempt at them may write once more), `crash` (the process dies by SIGSEGV at a
+attempt at them may write once more), `at_once` (a read is over when it has been posted), `crash` (the process dies by SIGSEGV at a
 post), `late_s` (an "abandoned" read goes on writing for so long, in slices: what makes a fence necessary).
 """
 
@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from kv_transfer.backends.native import EngineSpec, Outcome
 class FakeEngine:
     posted = threading.Event()
     """Of any engine in this process."""
+    sizes: ClassVar[list[int]] = []
+    """Bytes of each read of any engine in this process."""
 
     def __init__(self, spec: EngineSpec, regions: Sequence[MemoryRegion]) -> None:
         if "refuse" in spec.options:
@@ -60,10 +63,13 @@ class FakeEngine:
         number = next(self._numbers)
         self._reads[number] = None
         self.posted.set()
+        self.sizes.append(records.total_bytes)
         if "hang" not in self.spec.options:
             thread = threading.Thread(target=self._copy, args=(number, *self._peers[peer], records), daemon=True)
             self._threads.append(thread)
             thread.start()
+            if "at_once" in self.spec.options:
+                thread.join()
         return number
 
     def wait(self, ticket: int, timeout_s: float) -> Outcome | None:

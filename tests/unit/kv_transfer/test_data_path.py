@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from core.errors import NoCapacity, TandemError, TransferFailed
+from kv_transfer.backends.native_peer import DirectPeer
 from kv_transfer.exchange import Exchange
 from tests.fakes.kv_pair import open_pair, quick
 from tests.fakes.kv_pools import make_request
@@ -77,3 +78,13 @@ async def test_a_killed_nixl_sidecar_of_the_source_costs_single_hand_overs_only(
         assert seq > 2, "the dead engine served a hand-over"
         assert pair.source.statistics()["engine_restarts_nixl"] == 1
         await pair.settled()
+
+
+async def test_nixl_reads_the_memory_of_a_process_on_this_host_directly(tmp_path):
+    """Not through sockets, which UCX takes in silence, and without a detour over the ring."""
+    async with open_pair("nixl", str(tmp_path)) as pair:
+        await pair.pull(make_request(64))
+        (session,) = pair.destination._book._sessions.values()
+        assert isinstance(session.peer, DirectPeer)
+        assert pair.destination.statistics()["peers_direct_nixl"] == 1
+        assert pair.destination.statistics()["worse_ways_nixl"] == 0

@@ -13,6 +13,7 @@ from core.clock import SystemClock
 from core.errors import Aborted, ConfigError, TransferFailed
 from core.ids import LeaseId, TransferId, fresh_incarnation
 from kv_transfer.api import Capabilities, OpState
+from kv_transfer.backends.native_peer import StagedPeer
 from kv_transfer.backends.native_transport import NativeTransport, Way, needs_shared
 from kv_transfer.config import TransferConfig
 from kv_transfer.memory import allocate, region_view
@@ -42,9 +43,9 @@ class Plan:
         landing="staged",
     )
 
-    def __init__(self, *, sidecar=False, direct=False, serve_sidecar=False, worse="", **reader_options):
+    def __init__(self, *, sidecar=False, direct=False, serve_sidecar=False, worse="", in_steps=False, **reader_options):
         self.reader_options = reader_options
-        self._reach = Way("cma", sidecar, direct, reader_options, worse)
+        self._reach = Way("cma", sidecar, direct, reader_options, worse, in_steps)
         self._serve = Way("tcp", serve_sidecar)
 
     def serve(self, regions, config):
@@ -117,6 +118,28 @@ def healed(plan, ends, **settings):
     peer = target.transport.connect(source.transport.export(), 10.0)
     plan.reader_options |= options
     return source, target, peer
+
+
+def test_a_library_that_moves_bytes_inside_its_call_writes_the_pages_in_steps(ends):
+    source, target = ends(Plan(direct=True, in_steps=True, at_once=""), step_bytes=PAGE)
+    peer = target.transport.connect(source.transport.export(), 10.0)
+    FakeEngine.sizes.clear()
+    op = target.read(peer)
+    target.until(lambda: target.transport.quiesced(op))
+    assert op.state is OpState.DONE
+    assert (target.bytes == 7).all()
+    assert FakeEngine.sizes == [PAGE] * PAGES
+    assert target.transport.statistics()["worse_ways"] == 0
+
+
+def test_a_library_that_does_not_do_so_after_all_gets_the_ring(ends, caplog):
+    """Whoever waits for the end of a read that goes on by itself has no proof in a bounded time."""
+    source, target = ends(Plan(direct=True, in_steps=True, late_s="0.05"))
+    with caplog.at_level(logging.WARNING):
+        peer = target.transport.connect(source.transport.export(), 10.0)
+    assert "does not read that memory directly" in caplog.text
+    assert isinstance(peer, StagedPeer)
+    assert target.transport.statistics()["worse_ways"] == 1
 
 
 def test_a_cancelled_read_that_never_ends_frees_the_pages_at_once_and_keeps_its_slots(ends):

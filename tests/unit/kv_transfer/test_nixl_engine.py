@@ -1,7 +1,9 @@
 """The NIXL agent as an engine, with the real wheel, both ends in this process: what the library does when misused."""
 
 import gc
+import itertools
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -13,7 +15,7 @@ from core.errors import BadRequest, ConfigError, TransferFailed
 from core.ids import fresh_incarnation
 from kv_transfer.api import MemoryRegion
 from kv_transfer.backends.native import EngineSpec
-from kv_transfer.backends.nixl_engine import NixlEngine, open_engine
+from kv_transfer.backends.nixl_engine import MAX_PAUSE_S, NixlEngine, open_engine
 from kv_transfer.backends.nixl_library import Nixl
 from tests.fakes.kv_ends import copies
 
@@ -70,6 +72,30 @@ def test_a_grid_goes_by_prepared_lists_and_anything_else_by_descriptors(ends):
     shifted = copies([17 + PAGE, 17], [1, 1 + PAGE], [PAGE, PAGE])
     assert target.read(peer, shifted).error == ""
     assert np.array_equal(target.bytes[1 : 1 + PAGE], source.bytes[17 + PAGE : 17 + 2 * PAGE])
+
+
+def test_agents_that_have_nothing_to_do_take_next_to_no_cpu(ends):
+    """Left alone, the progress thread of the library keeps a core busy for as long as the agent lives."""
+    source, target = ends(1), ends()
+    peer = target.engine.connect(source.engine.export(), 5.0)
+    target.read(peer, copies([0], [0], [PAGE]))
+    before, start = time.process_time(), time.monotonic()
+    time.sleep(0.5)
+    # A busy loop would take a tenth even beside nine others on its core.
+    assert time.process_time() - before < 0.05 * (time.monotonic() - start)
+
+
+def test_a_waiting_read_is_looked_at_less_and_less_often(ends):
+    source, target = ends(1), ends()
+    peer = target.engine.connect(source.engine.export(), 5.0)
+    target.read(peer, copies([0], [0], [PAGE]))
+    looks = []
+    target.engine._agent.transfer = lambda handle: "PROC"
+    target.engine._agent.check_xfer_state = lambda handle: looks.append(time.monotonic()) or "PROC"
+    ticket = target.engine.post(peer, copies([0], [0], [PAGE]))
+    assert target.engine.wait(ticket, 0.2) is None
+    assert 10 < len(looks) < 400
+    assert min(b - a for a, b in itertools.pairwise(looks[-5:])) >= MAX_PAUSE_S
 
 
 def test_a_damaged_description_is_refused_and_the_good_one_still_works(ends):
@@ -175,7 +201,7 @@ def test_a_handle_is_not_released_before_its_end():
         check_xfer_state = transfer
 
     library = Nixl()
-    library.agent = lambda name: Agent()
+    library.agent = lambda name, serves: Agent()
     memory = np.zeros(64, np.uint8)
     region = MemoryRegion(id=0, address=int(memory.ctypes.data), nbytes=64, writable=True)
     engine = NixlEngine(EngineSpec(module="", name="here"), [region], library, SystemClock())

@@ -66,9 +66,12 @@ def test_agents_are_made_thread_safe_and_without_a_listener(monkeypatch):
         nixl_thread_sync_t=library.api.nixl_thread_sync_t,
     )
     monkeypatch.setattr(library, "api", api)
-    assert library.agent("one") == "one"
+    assert library.agent("one", serves=True) == "one"
     assert made["sync_mode"] is api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     assert made["enable_listen_thread"] is False
+    assert made["enable_prog_thread"] is True
+    library.agent("two", serves=False)
+    assert made["enable_prog_thread"] is False
 
 
 def description(host="here", lane="tcp"):
@@ -78,7 +81,7 @@ def description(host="here", lane="tcp"):
 
 def plan(*, rdma=False, denied=""):
     return NixlPlan(
-        "1.5.1", "staged", lambda: rdma, lambda pid, address: denied if (pid, address) == (123, 4096) else "?"
+        "1.5.1", "auto", lambda: rdma, lambda pid, address: denied if (pid, address) == (123, 4096) else "?"
     )
 
 
