@@ -30,12 +30,13 @@ from decode_worker.metrics import DECODE_METRICS, stage_times
 from decode_worker.receiver import Receiver
 from decode_worker.service import DecodeService
 from decode_worker.streams import GatewayStreams
+from engine.device import tensors_over
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.destination import Destination
 from kv_transfer.factory import TransportFactory, check_transports
 from kv_transfer.handshake import expand
-from kv_transfer.memory import allocate
+from kv_transfer.pool import open_pool
 from kv_transfer.settings import TransportSettings
 
 _LOG = logging.getLogger(__name__)
@@ -57,15 +58,15 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
         loaded = await asyncio.to_thread(load, config.model, config.engine)
         if departure.has_begun:
             return
-        for line in loaded.capacity.lines():
-            _LOG.info("capacity: %s", line)
-
         # Nobody maps this pool: pages come in, and are read by this process alone.
-        memory = allocate(loaded.region_sizes, incarnation=incarnation)
-        stack.callback(memory.close)
+        pool = open_pool(loaded.region_sizes, gpu=loaded.gpu, incarnation=incarnation)
+        stack.callback(pool.close)
+        for line in loaded.report():
+            _LOG.info("capacity: %s", line)
+        buffers = pool.buffers or tensors_over(pool.spans, loaded.device)
         sink = LoopSink(loop, departure.crash)
         engine = open_engine(
-            loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
+            loaded, buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
         )
         stack.push_async_callback(engine.stop)
         desk = EngineDesk(engine, loop)
@@ -74,14 +75,15 @@ async def serve(config: DecodeWorkerConfig, departure: Departure) -> None:
             incarnation=incarnation,
             fingerprint=loaded.fingerprint,
             layout=loaded.layout,
-            regions=memory.regions,
+            regions=pool.regions,
             host=desk,
             dialer=KvSourceDialer(proof),
             opener=TransportFactory(
-                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
+                TransportSettings(incarnation=incarnation, config=config.transfer, cuda=pool.cuda), pool.regions, clock
             ),
             clock=clock,
             on_crash=departure.task_crashed,
+            cuda=pool.cuda,
             observe=stage_times(metrics),
         )
         stack.push_async_callback(destination.close)
@@ -128,6 +130,6 @@ def _register(config: DecodeWorkerConfig, loaded: LoadedModel, proof: Proof) -> 
         config.worker,
         incarnation=proof.incarnation,
         secret_check=proof.check_value(),
-        transports=expand(config.transfer.transports),
+        transports=expand(config.transfer.transports, on_device=loaded.gpu is not None),
         prefill_mode=config.prefill.mode.value,
     )

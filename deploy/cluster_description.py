@@ -49,6 +49,9 @@ class PoolPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     maximum: Count = 8
     gpus: Count = 0
     """GPUs of one worker; 0 runs on CPU."""
+    devices: tuple[str, ...] = ()
+    """On this machine only: `model.device` of its workers by turn, e.g. ``[cuda:0, cuda:1]``. None: ``cuda`` with
+    `gpus`, else the CPU. Elsewhere each worker is given GPUs of its own, and the first is taken."""
     nodes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Nodes of one worker group; more than one needs a gang (placement group, DisaggregatedSet)."""
     cpus: Annotated[float, Meta(gt=0)] = 1.0

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from core.errors import TandemError
+from kv_transfer.factory import open_cuda
+
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 4 << 30
 DEFAULT_PORT = 8000
@@ -81,6 +84,23 @@ def check_kernel(ptrace_scope: str | None) -> Finding:
     return Finding("note", f"yama ptrace_scope is {ptrace_scope.strip()}: NIXL on one host would fall back to TCP")
 
 
+def check_gpus(gpus: Sequence[tuple[str, int]], reason: str = "") -> Finding:
+    """What `model.device` may name: (name, bytes of memory) of each GPU; `reason` says why there is none."""
+    if not gpus:
+        return Finding("ok", f"no GPU ({reason}): models run on the CPU")
+    listed = ", ".join(f"cuda:{i} {name} with {size / 2**30:.1f} GiB" for i, (name, size) in enumerate(gpus))
+    return Finding("ok", f"{listed}; use one with --set all:model.device=cuda, or one each by role")
+
+
+def find_gpus() -> Finding:
+    """Ask the driver, without torch and without a context on any device."""
+    try:
+        cuda = open_cuda()
+        return check_gpus([(cuda.name(device), cuda.total_bytes(device)) for device in range(cuda.num_devices)])
+    except TandemError as error:
+        return check_gpus([], error.message)
+
+
 def _available_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -96,6 +116,7 @@ def findings() -> list[Finding]:
         check_small_model(),
         check_shared_memory(shutil.disk_usage(shm).free if shm.is_dir() else 0),
         check_memory(_available_memory()),
+        find_gpus(),
         check_port(DEFAULT_PORT),
         check_kernel(scope.read_text() if scope.exists() else None),
         check_distribution("nixl", "nixl", "the nixl transfer is not available"),

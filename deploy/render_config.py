@@ -114,6 +114,7 @@ def worker_tree(description: ClusterDescription, site: Site, role: str) -> dict[
             "path": model_path(description, site),
             "name": model_name(description),
             "threads": max(1, int(pool.cpus)),
+            **({"device": "cuda"} if pool.gpus else {}),
         },
         "transfer": {"transports": transports(description), "host": "0.0.0.0", "port": ports.transfer},  # noqa: S104 - as above
         "drain": {"budget_s": description.drain_s(role)},

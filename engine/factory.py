@@ -19,8 +19,16 @@ from core.kv import KVLayout
 from core.worker import Registration, Role
 from core.worker_config import ModelSection, WorkerSection
 from engine.cache.kv_memory import Buffer, KVMemory, region_sizes
-from engine.config import CapacityPlan, EngineConfig, SpeculationConfig, check_image_room, plan_capacity
-from engine.device import resolve_device
+from engine.config import (
+    MIN_PAGES,
+    CapacityPlan,
+    EngineConfig,
+    SpeculationConfig,
+    check_image_room,
+    fitting_pages,
+    plan_capacity,
+)
+from engine.device import free_bytes, memory_report, resolve_device
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
@@ -53,9 +61,19 @@ class LoadedModel:
         return self.model.device
 
     @property
+    def gpu(self) -> int | None:
+        """Which GPU that is; None: none."""
+        return None if self.device.type == "cpu" else self.device.index
+
+    @property
     def fingerprint(self) -> bytes:
         """Peers exchange requests and KV only if theirs is equal."""
         return fingerprint(self.namespace, f"drafts={self.num_drafts}" if self.num_drafts else "")
+
+    def report(self) -> list[str]:
+        """Return what fits and what memory it takes, for people, one fact a line; asked once the KV pool is there."""
+        lines = self.capacity.lines()
+        return lines if self.device.type == "cpu" else lines + memory_report(self.device, sum(self.region_sizes))
 
     @property
     def region_sizes(self) -> list[int]:
@@ -111,7 +129,11 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
     )
     facts = model.facts
     check_image_room(config, facts)
-    layout = model.kv_layout(config.num_pages, config.num_rows, config.page_tokens)
+    if not config.num_pages and model.device.type != "cpu":
+        one = model.kv_layout(MIN_PAGES, config.num_rows, config.page_tokens)
+        pages = fitting_pages(one, free_bytes(model.device)[0], config.memory_share)
+        config = msgspec.structs.replace(config, num_pages=pages)
+    layout = model.kv_layout(config.num_pages or MIN_PAGES, config.num_rows, config.page_tokens)
     namespace = Namespace(
         model=facts.name,
         revision=facts.revision,

@@ -10,6 +10,19 @@ HANDLE_BYTES = 64
 class Cuda(Protocol):
     """What pools and transports use. Thread-safe. Every failure is a TransferFailed."""
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that this process sees."""
+        ...
+
+    def name(self, device: int) -> str:
+        """Return what people call it."""
+        ...
+
+    def total_bytes(self, device: int) -> int:
+        """Return the size of its memory, without using the device."""
+        ...
+
     def allocate(self, device: int, nbytes: int) -> int:
         """Allocate zeroed memory that other processes may map, and return its address."""
         ...

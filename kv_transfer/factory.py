@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from core.clock import Clock
 from core.errors import ConfigError
 from kv_transfer.api import MemoryRegion, SourceGuard, Transport
+from kv_transfer.device import Cuda
 from kv_transfer.settings import TransportSettings
 
 BACKENDS: Mapping[str, str] = {
@@ -20,6 +21,8 @@ BACKENDS: Mapping[str, str] = {
     "shm": "kv_transfer.backends.shm",
     "tcp": "kv_transfer.backends.tcp",
 }
+
+CUDA_DRIVER = "kv_transfer.backends.cuda_driver"
 
 NATIVE = ("mooncake", "mori", "nixl")
 """Those over a native library, which count what they do about its failures."""
@@ -40,6 +43,11 @@ def open_transport(
     """Open a transport by name; raises ConfigError for an unknown name or a backend that cannot work here."""
     check_transports((name,))
     return importlib.import_module(BACKENDS[name]).open_transport(settings, guard, clock, on_event)
+
+
+def open_cuda() -> Cuda:
+    """Return the CUDA driver of this host; raises ConfigError where there is none, or no device."""
+    return importlib.import_module(CUDA_DRIVER).CudaDriver()
 
 
 class TransportFactory:

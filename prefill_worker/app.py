@@ -19,11 +19,13 @@ from core.tls import check_tls
 from core.tracing.factory import open_tracer
 from core.worker import Registration, Role
 from core.worker_shell import WorkerShell
+from engine.device import tensors_over
 from engine.factory import LoadedModel, load, open_engine
 from engine.loop_sink import LoopSink
 from kv_transfer.factory import SHARED_MEMORY, TransportFactory, check_transports
 from kv_transfer.handshake import expand
-from kv_transfer.memory import allocate, sweep_stale_segments
+from kv_transfer.memory import sweep_stale_segments
+from kv_transfer.pool import open_pool
 from kv_transfer.settings import TransportSettings
 from kv_transfer.source import Source
 from prefill_worker.body import PrefillBody
@@ -50,19 +52,18 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
         loaded = await asyncio.to_thread(load, config.model, config.engine)
         if departure.has_begun:
             return
-        for line in loaded.capacity.lines():
-            _LOG.info("capacity: %s", line)
-
-        segments = (
-            "" if SHARED_MEMORY.isdisjoint(expand(config.transfer.transports)) else config.transfer.segment_directory
-        )
+        names = expand(config.transfer.transports, on_device=loaded.gpu is not None)
+        segments = "" if SHARED_MEMORY.isdisjoint(names) else config.transfer.segment_directory
         if segments:
             sweep_stale_segments(segments)
-        memory = allocate(loaded.region_sizes, incarnation=incarnation, directory=segments)
-        stack.callback(memory.close)
+        pool = open_pool(loaded.region_sizes, gpu=loaded.gpu, incarnation=incarnation, directory=segments)
+        stack.callback(pool.close)
+        for line in loaded.report():
+            _LOG.info("capacity: %s", line)
+        buffers = pool.buffers or tensors_over(pool.spans, loaded.device)
         sink = LoopSink(loop, departure.crash)
         engine = open_engine(
-            loaded, memory.buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
+            loaded, buffers, secret=secret, sink=sink, clock=clock, on_crash=departure.crash_from_thread
         )
         stack.push_async_callback(engine.stop)
         tracer = open_tracer(config.worker.tracing, service="prefill", instance=config.worker.id)
@@ -73,13 +74,14 @@ async def serve(config: PrefillWorkerConfig, departure: Departure) -> None:
             incarnation=incarnation,
             fingerprint=loaded.fingerprint,
             layout=loaded.layout,
-            regions=memory.regions,
+            regions=pool.regions,
             host=service,
             opener=TransportFactory(
-                TransportSettings(incarnation=incarnation, config=config.transfer), memory.regions, clock
+                TransportSettings(incarnation=incarnation, config=config.transfer, cuda=pool.cuda), pool.regions, clock
             ),
             clock=clock,
             on_crash=departure.task_crashed,
+            cuda=pool.cuda,
         )
         stack.push_async_callback(source.close)
         service.connect(source)

@@ -1,7 +1,7 @@
 """What a `cluster.yaml` means on this machine. Pure."""
 
 from core.errors import ConfigError
-from deploy.cluster_description import ROLES, ClusterDescription
+from deploy.cluster_description import ROLES, ClusterDescription, PoolPart
 from deploy.local.spec import ClusterSpec
 
 
@@ -36,6 +36,7 @@ def spec_of(description: ClusterDescription) -> ClusterSpec:
         prefill_mode=description.prefill_mode,
         drain_s=max(drains.values()),
         autoscale=budget.autoscale,
+        devices={role: devices for role in ROLES if (devices := _devices(description.pool(role)))},
         sets={
             "gateway": (
                 f"drain.budget_s={drains['gateway']!r}",
@@ -46,3 +47,7 @@ def spec_of(description: ClusterDescription) -> ClusterSpec:
             "controller": tuple(rules),
         },
     )
+
+
+def _devices(pool: PoolPart) -> tuple[str, ...]:
+    return pool.devices or (("cuda",) if pool.gpus else ())

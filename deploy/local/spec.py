@@ -45,6 +45,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_level: str = "INFO"
     autoscale: bool = False
     """Run a controller that sizes the pools; its rules are `--set controller:autoscale.KEY=VALUE`."""
+    devices: dict[str, tuple[str, ...]] = {}
+    """Role (`prefill`, `decode`) -> `model.device` of its workers by turn (worker 1 has the first); without: the CPU.
+    From a `cluster.yaml`; its flag is ``--set prefill:model.device=cuda:0``."""
     sets: dict[str, tuple[str, ...]] = {}
     """Role (`gateway`, `prefill`, `decode`, `controller`, `all`: both workers) -> overrides such as ``engine.num_pages=64``."""
 
@@ -94,9 +97,10 @@ def threads_per_worker(cores: int, workers: int) -> int:
     return max(1, cores // max(1, workers))
 
 
-def transports(transfer: str) -> list[str]:
-    """Transports in order of preference for a `--transfer` choice."""
-    return ["shm", "tcp"] if transfer == "auto" else [transfer]
+def device_of(spec: ClusterSpec, role: str, worker_id: str) -> str:
+    """Return the `model.device` of a worker, by its number."""
+    devices = spec.devices.get(role) or ("cpu",)
+    return devices[(int(worker_id.rpartition("-")[2]) - 1) % len(devices)]
 
 
 def worker_config(
@@ -112,8 +116,13 @@ def worker_config(
             "run_dir": str(run_dir),
             "log_level": spec.log_level,
         },
-        "model": {"path": str(model_dir), "name": spec.served_name or spec.model, "threads": threads},
-        "transfer": {"transports": transports(spec.transfer)},
+        "model": {
+            "path": str(model_dir),
+            "name": spec.served_name or spec.model,
+            "threads": threads,
+            "device": device_of(spec, role, worker_id),
+        },
+        "transfer": {"transports": [spec.transfer]},
         "drain": {"budget_s": spec.drain_s},
     }
     if role == "decode":

@@ -43,7 +43,6 @@ class CudaDriver:
 
     @property
     def num_devices(self) -> int:
-        """Devices that this process sees."""
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
         return count.value
@@ -91,14 +90,12 @@ class CudaDriver:
         return free.value, total.value
 
     def name(self, device: int) -> str:
-        """Name of a device for people."""
         handle, text = c_int(), ctypes.create_string_buffer(256)
         self.call("cuDeviceGet", byref(handle), c_int(device))
         self.call("cuDeviceGetName", text, c_int(len(text)), handle)
         return text.value.decode(errors="replace")
 
     def total_bytes(self, device: int) -> int:
-        """Memory of a device; makes no context there."""
         handle, size = c_int(), c_size_t()
         self.call("cuDeviceGet", byref(handle), c_int(device))
         self.call("cuDeviceTotalMem_v2", byref(size), handle)

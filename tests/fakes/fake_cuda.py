@@ -31,7 +31,8 @@ class FakeCuda:
         self.maps: dict[bytes, tuple[mmap.mmap, int]] = {}
         self.num_maps: dict[bytes, int] = {}
         self.allocations: dict[int, RegionMemory] = {}
-        self.total_bytes = TOTAL_BYTES
+        self.size = TOTAL_BYTES
+        self.num_devices = 1
         self.num_copies = 0
         self.copied_bytes = 0
 
@@ -48,7 +49,13 @@ class FakeCuda:
 
     def memory(self, device: int) -> tuple[int, int]:
         used = sum(memory.regions[0].nbytes for memory in self.allocations.values())
-        return self.total_bytes - used, self.total_bytes
+        return self.size - used, self.size
+
+    def total_bytes(self, device: int) -> int:
+        return self.size
+
+    def name(self, device: int) -> str:
+        return "Fake GPU"
 
     def uuid(self, device: int) -> bytes:
         return self.name

@@ -42,3 +42,11 @@ def test_more_than_one_machine_is_refused_with_a_place_to_go():
     description = msgspec.structs.replace(ClusterDescription(), slices=2)
     with pytest.raises(ConfigError, match="--on ray or --on k8s"):
         spec_of(description)
+
+
+def test_devices_of_a_pool_are_those_listed_or_with_gpus_the_first():
+    description = ClusterDescription(
+        prefill=PoolPart(devices=("cuda:0", "cuda:1")), decode=PoolPart(gpus=1), gateway=ClusterDescription().gateway
+    )
+    assert spec_of(description).devices == {"prefill": ("cuda:0", "cuda:1"), "decode": ("cuda",)}
+    assert spec_of(ClusterDescription()).devices == {}

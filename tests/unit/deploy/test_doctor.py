@@ -4,6 +4,7 @@ import socket
 
 from deploy.doctor import (
     check_distribution,
+    check_gpus,
     check_kernel,
     check_memory,
     check_port,
@@ -41,3 +42,9 @@ def test_the_report_has_a_line_per_finding_and_fails_only_on_problems():
     code = run_doctor(lines.append, found)
     assert len(lines) == len(found)
     assert code == (1 if any(line.startswith("problem") for line in lines) else 0)
+
+
+def test_gpus_are_named_as_settings_name_them():
+    text = check_gpus([("NVIDIA H200", 150 << 30), ("NVIDIA H200", 150 << 30)]).text
+    assert "cuda:0 NVIDIA H200 with 150.0 GiB, cuda:1 NVIDIA H200" in text
+    assert check_gpus([], "no driver").text == "no GPU (no driver): models run on the CPU"

@@ -107,3 +107,16 @@ def test_the_highest_numbers_of_the_pool_leave_first():
     ids = ["decode-1", "decode-2", "decode-10", "prefill-1"]
     assert choose_leaving("decode", ids, 2) == ["decode-10", "decode-2"]
     assert choose_leaving("decode", ids, 0) == []
+
+
+def test_workers_take_their_devices_by_turn_and_settings_choose_among_transports():
+    common = {"run_dir": Path("r"), "model_dir": Path("m"), "gateways": ["h:1"], "threads": 1}
+    spec = ClusterSpec(devices={"decode": ("cuda:1", "cuda:2")})
+
+    def device(role, number):
+        return worker_config(spec, role=role, worker_id=f"{role}-{number}", **common)["model"]["device"]
+
+    assert [device("decode", number) for number in (1, 2, 3)] == ["cuda:1", "cuda:2", "cuda:1"]
+    assert device("prefill", 1) == "cpu"
+    # What auto stands for is the worker's to say: it depends on where its pool is.
+    assert worker_config(spec, role="decode", worker_id="decode-1", **common)["transfer"] == {"transports": ["auto"]}

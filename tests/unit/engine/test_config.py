@@ -3,7 +3,7 @@ import pytest
 
 from core.errors import ConfigError
 from core.kv import Component, ComponentKind, KVLayout
-from engine.config import EngineConfig, plan_capacity
+from engine.config import EngineConfig, fitting_pages, plan_capacity
 from tests.fakes.engine_rig import layout_of
 
 
@@ -27,6 +27,7 @@ def test_the_context_bounds_a_sequence_when_pages_are_plenty():
     [
         ({"chunk_tokens": 8}, 100, "chunk_tokens"),
         ({}, 1, "context"),
+        ({"num_pages": 0}, 100, "for a GPU only"),
         ({"page_tokens": 1, "num_pages": 3, "chunk_tokens": 1}, 100, None),
     ],
 )
@@ -57,3 +58,16 @@ def test_bounds_are_enforced_when_settings_are_read(field):
 def test_unknown_settings_are_refused():
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"pages": 7}, EngineConfig)
+
+
+def test_a_share_of_free_memory_holds_so_many_pages_and_not_one_more():
+    config = EngineConfig(page_tokens=16, num_pages=3, num_rows=4)
+    layout = layout_of(config, ring_tokens=8)
+    paged = sum(c.stride_bytes for c in layout.components if c.kind is ComponentKind.PAGED)
+    rows = 4 * sum(c.stride_bytes for c in layout.components if c.kind is not ComponentKind.PAGED)
+    slack = 4096 * len(layout.components)
+    free = 2 * (rows + slack + 100 * paged)
+    assert fitting_pages(layout, free, 0.5) == 100
+    assert fitting_pages(layout, free - 2, 0.5) == 99
+    with pytest.raises(ConfigError, match=r"lower engine\.num_rows or raise engine\.memory_share"):
+        fitting_pages(layout, 1000, 0.5)
