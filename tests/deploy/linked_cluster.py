@@ -1,0 +1,176 @@
+"""A cluster whose processes stand on hosts of their own, joined by cables that can be slow, lossy or cut."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+
+import httpx
+
+from core.config import native_environment, to_toml
+from deploy.lab.links import Switch
+from deploy.local.spec import SERVICE_MODULES, ClusterSpec, worker_config
+from tests.fakes.chaos import faults, storm
+from tests.fakes.live_cluster import ROOT, wait_for
+
+HTTP, MEMBERSHIP, HEALTH = 8000, 9500, 9400
+START_S = 120
+SECRET = "0123456789abcdef" * 2
+
+
+class LinkedCluster:
+    """One running cluster; use `linked_cluster`."""
+
+    def __init__(self, switch, run_dir, model_dir, name):
+        self.switch = switch
+        self.run_dir = run_dir
+        self.model_dir = model_dir
+        self.name = name
+        self.processes = {}
+
+    def address(self, host):
+        return self.switch.hosts[host].address
+
+    @property
+    def base_url(self):
+        return f"http://{self.address('gateway')}:{HTTP}"
+
+    def start(self, host, role, sets=()):
+        address = self.address(host)
+        if role == "gateway":
+            config = self._gateway(address)
+        else:
+            spec = ClusterSpec(model=self.name, host=address, transfer="tcp", drain_s=5.0)
+            config = worker_config(
+                spec,
+                role=role,
+                worker_id=host,
+                run_dir=self.run_dir,
+                model_dir=self.model_dir,
+                gateways=[f"{self.address('gateway')}:{MEMBERSHIP}"],
+                threads=1,
+            )
+            config["transfer"]["host"] = address
+        path = self.run_dir / f"{host}.toml"
+        path.write_text(to_toml(config))
+        more = [word for value in sets for word in ("--set", value)]
+        command = [
+            *self.switch.entering(host),
+            sys.executable,
+            "-m",
+            SERVICE_MODULES[role],
+            "--config",
+            str(path),
+            *more,
+        ]
+        with (self.run_dir / f"{host}.log").open("w") as log:
+            self.processes[host] = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, env=native_environment(threads=1)
+            )
+
+    def _gateway(self, address):
+        return {
+            "id": "gateway",
+            "run_dir": str(self.run_dir),
+            "secret_file": str(self.run_dir / "secret"),
+            "http": {"host": address, "port": HTTP},
+            "membership": {"host": address, "port": MEMBERSHIP},
+            "listener": {"host": address, "port": HEALTH},
+            "model": {"path": str(self.model_dir), "name": self.name},
+        }
+
+    def get(self, host, address, path):
+        """GET from one host to another; returns the text."""
+        return self.switch.on(host, lambda: httpx.get(f"http://{address}{path}", timeout=5).text)
+
+    def routable(self):
+        told = json.loads(self.get("gateway", f"{self.address('gateway')}:{HEALTH}", "/statusz"))
+        return {worker["id"] for worker in told["workers"] if worker["routable"]}
+
+    def counted(self, host, name):
+        """One counter of a process, over all its labels."""
+        health = f"{self.address('gateway')}:{HEALTH}"
+        if host != "gateway":
+            health = json.loads((self.run_dir / f"{host}.json").read_text())["http_address"]
+        lines = self.get(host, health, "/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
+
+    def moved(self):
+        """Further attempts of streams: where their first worker was silent."""
+        return self.counted("gateway", "tandem_gateway_retries_total")
+
+    def storm(self, items, seed=0, concurrency=6):
+        """Outcomes of (prompt, text, tokens) items, by a client on the gateway's host."""
+        run = lambda: asyncio.run(storm(self.base_url, self.name, items, concurrency=concurrency, cancel_share=0, seed=seed))  # noqa: E731  # fmt: skip
+        return self.switch.on("gateway", run)
+
+    def logs(self):
+        return "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.run_dir.glob("*.log")))
+
+
+class Load:
+    """Streams without a pause while the body runs."""
+
+    def __init__(self, cluster, items):
+        """`items`: seed -> (prompt, text, tokens) of one round."""
+        self._cluster = cluster
+        self._items = items
+        self._done = threading.Event()
+        self.outcomes = []
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._stream)
+        self._thread.start()
+        wait_for(lambda: self.outcomes, 60, "no load")
+        return self
+
+    def __exit__(self, *_):
+        seen = len(self.outcomes)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: len(self.outcomes) > seen, 60, "no load at the end")
+        self._done.set()
+        self._thread.join()
+
+    def _stream(self):
+        seed = 100
+        while not self._done.is_set():
+            self.outcomes += self._cluster.storm(self._items(seed), seed, concurrency=4)
+            seed += 1
+
+    def faults(self):
+        return [fault for outcome in self.outcomes for fault in faults(outcome)]
+
+
+@contextlib.contextmanager
+def linked_cluster(run_dir, model_dir, name, hosts, sets=None):
+    """Start a process on each host (host -> role), wait until all serve, end them."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "secret").write_text(SECRET)
+    (run_dir / "secret").chmod(0o600)
+    with Switch(list(hosts)) as switch:
+        cluster = LinkedCluster(switch, run_dir, model_dir, name)
+        try:
+            for host, role in hosts.items():
+                cluster.start(host, role, (sets or {}).get(role, ()))
+            wait_for(lambda: (run_dir / "gateway.json").exists() or dead(cluster), START_S, "no gateway")
+            workers = {host for host, role in hosts.items() if role != "gateway"}
+            wait_for(lambda: dead(cluster) or cluster.routable() == workers, START_S, "not all workers serve")
+            assert not dead(cluster), cluster.logs()
+            yield cluster
+        finally:
+            for host in hosts:
+                switch.cut(host, is_up=True)
+            for process in cluster.processes.values():
+                process.terminate()
+            for process in cluster.processes.values():
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def dead(cluster):
+    return [host for host, process in cluster.processes.items() if process.poll() is not None]

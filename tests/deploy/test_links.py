@@ -1,0 +1,131 @@
+"""T3, A20: workers on hosts of their own (network namespaces); slow, lossy and cut cables between them.
+
+Every stream is compared with what the scripted model must say; its text depends on every byte of KV that was moved.
+"""
+
+import os
+import shutil
+import time
+
+import pytest
+
+from benchmarks.record import write_record
+from engine.models.builtin import prepare_scripted
+from engine.models.script import ScriptedConfig
+from tests.deploy.linked_cluster import Load, linked_cluster
+from tests.fakes.chaos import faults
+from tests.fakes.live_cluster import wait_for
+from tests.fakes.truth import scripted_text
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+HOSTS = {"gateway": "gateway", "prefill-1": "prefill", "decode-1": "decode", "decode-2": "decode"}
+MODEL = ScriptedConfig(mean_length=100_000, kv_lanes=64, step_delay_ms=5.0)
+"""A kilobyte of KV a token, so that a slow link is felt; and slow enough that streams are open when a cable is cut."""
+DATA = [("prefill-1", "decode-1"), ("prefill-1", "decode-2")]
+CONTROL = [("gateway", host) for host in HOSTS if host != "gateway"]
+STOPPED_S = 5.0
+"""A lease is 3 s; the rest is for a machine that does other things too."""
+ENDED_S = 30.0
+WHOLE = {"delay_ms": 0.0, "loss": 0.0, "mbit": 0.0, "is_up": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if shutil.which("nsenter") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("nsenter is not installed (util-linux)")
+    folder = tmp_path_factory.mktemp("links")
+    try:
+        with linked_cluster(folder / "run", prepare_scripted(folder, MODEL), "slow", HOSTS) as running:
+            yield running
+    except PermissionError as error:
+        pytest.skip(f"this machine gives no network namespaces or TAP devices: {error}")
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """What is measured; a record of it is written where `TANDEM_RECORD` names one."""
+    found = {}
+    yield found
+    if name := os.environ.get("TANDEM_RECORD"):
+        note = "4 hosts in network namespaces, scripted model, 1 kB of KV a token; streams with a fault: 0"
+        write_record(name, {**found, "load_average": os.getloadavg()}, note=note)
+
+
+@pytest.fixture(autouse=True)
+def whole_cables(cluster):
+    yield
+    cluster.switch.shape([*DATA, *CONTROL, ("decode-1", "decode-2")], **WHOLE)
+    wait_for(lambda: len(cluster.routable()) == len(HOSTS) - 1, 20, "a worker does not come back")
+
+
+def items(seed, count=8):
+    """Prompts of some hundred tokens, no two alike, and what must be said."""
+    made = []
+    for number in range(count):
+        prompt, tokens = f"stream {number} of round {seed}: " + "the words of a prompt " * (5 + number), 60
+        made.append((prompt, scripted_text(prompt, tokens, MODEL), tokens))
+    return made
+
+
+def test_workers_on_hosts_of_their_own_say_what_one_process_says(cluster):
+    outcomes = cluster.storm(items(1, 8))
+    assert [f for o in outcomes for f in faults(o)] == []
+    landed = {host: cluster.counted(host, "tandem_transfer_landed_bytes_total") for host in ("decode-1", "decode-2")}
+    prompts = sum(len(o.prompt) for o in outcomes)
+    assert sum(landed.values()) > 1000 * prompts, "KV of every prompt crossed the cable"
+    assert all(landed.values()), "both decode hosts had work"
+    assert sum(cluster.counted(host, "tandem_recomputed_tokens_total") for host in landed) == 0
+
+
+def test_slow_and_lossy_cables_lose_nothing(cluster, figures):
+    cluster.switch.shape([*DATA, *CONTROL], delay_ms=5.0, loss=0.01, mbit=200.0)
+    before, begun = cluster.switch.dropped, time.monotonic()
+    outcomes = cluster.storm(items(2, 12))
+    figures["5 ms, 1 % loss, 200 Mbit/s on every cable"] = {
+        "streams": len(outcomes),
+        "seconds": round(time.monotonic() - begun, 1),
+        "frames lost": cluster.switch.dropped - before,
+    }
+    assert [f for o in outcomes for f in faults(o)] == []
+    assert cluster.switch.dropped > before, "the cables lost nothing: the test shows nothing"
+
+
+def test_a_host_that_is_cut_off_gets_no_more_work_and_its_streams_move(cluster, figures):
+    with Load(cluster, items) as load:
+        cluster.switch.cut("decode-1")
+        begun = time.monotonic()
+        wait_for(lambda: "decode-1" not in cluster.routable(), 20, "the lease does not end")
+        stopped_s = time.monotonic() - begun
+        cluster.switch.cut("decode-1", is_up=True)
+        plugged_s = time.monotonic() - begun
+        wait_for(lambda: "decode-1" in cluster.routable(), 20, "it does not come back")
+    figures["a decode host cut off under load, without a reset"] = {
+        "streams": len(load.outcomes),
+        "no more traffic after (s)": round(stopped_s, 2),
+        "back after its cable (s)": round(time.monotonic() - begun - plugged_s, 2),
+        "streams that moved": cluster.moved(),
+    }
+    assert load.faults() == []
+    assert stopped_s < STOPPED_S
+    assert cluster.moved() > 0, "no stream was on that host: the test shows nothing"
+
+
+def test_a_decode_host_without_its_cable_to_prefill_is_no_reason_to_fail(cluster, figures):
+    cluster.switch.shape(DATA[:1], is_up=False)
+    begun = time.monotonic()
+    outcomes = cluster.storm(items(4, 8))
+    took = figures["one of two data cables cut, 8 streams (s)"] = round(time.monotonic() - begun, 1)
+    assert [f for o in outcomes for f in faults(o)] == []
+    assert took < ENDED_S
+
+
+def test_without_any_cable_between_the_pools_decode_hosts_compute_prompts_themselves(cluster, figures):
+    cluster.switch.shape(DATA, is_up=False)
+    landed = [cluster.counted(host, "tandem_transfer_landed_bytes_total") for _, host in DATA]
+    begun = time.monotonic()
+    outcomes = cluster.storm(items(5, 6))
+    took = figures["all data cables cut, 6 streams (s)"] = round(time.monotonic() - begun, 1)
+    assert [f for o in outcomes for f in faults(o)] == []
+    assert took < ENDED_S
+    assert [cluster.counted(host, "tandem_transfer_landed_bytes_total") for _, host in DATA] == landed
