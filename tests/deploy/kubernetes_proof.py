@@ -25,8 +25,9 @@ from deploy.cluster_description import PortsPart
 from deploy.lab.kubernetes import PREFIX, Lab, sh, wait_for
 from deploy.validate_k8s import build
 from deploy.validate_network import INSIDE, needed_pairs
+from tests.deploy import kubernetes_pairs
 from tests.deploy.overlays import kubectl
-from tests.deploy.test_docs_k8s import blocks, run
+from tests.deploy.test_docs_k8s import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "tandem"
@@ -95,14 +96,32 @@ class Proof:
         text = sh(*self.on("w0"), "curl", "-s", "-m", str(timeout_s), "-H", "content-type: application/json", "-d", body, f"{url}/v1/completions")  # fmt: skip
         return json.loads(text)
 
+    def line(self, command):
+        """A command line as a reader would type it, for a program that starts it."""
+        return ["bash", "-euo", "pipefail", "-c", command]
+
+    def surroundings(self):
+        """Where such a command runs: in the lab's folder, with a kubectl that reaches the lab and our own `tandem`."""
+        programs = self.lab.state / "bin"
+        programs.mkdir(exist_ok=True)
+        wrapper = programs / "kubectl"
+        wrapper.write_text(f'#!/bin/sh\nexec ip netns exec {PREFIX}cp {shutil.which("kubectl")} --kubeconfig {self.lab.state}/kubeconfig "$@"\n')  # fmt: skip
+        wrapper.chmod(0o755)
+        path = f"{programs}:{ROOT}/.venv/bin:{os.environ['PATH']}"
+        return {"cwd": self.lab.state, "env": {**os.environ, "PATH": path}, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}  # fmt: skip
+
+    def cli(self, command):
+        """Run such a command to its end."""
+        return subprocess.run(self.line(command), **self.surroundings(), check=False)
+
     def on(self, node):
         return ("nsenter", f"--net=/run/netns/{PREFIX}{node}")
 
     @contextlib.contextmanager
-    def load(self, name, url=None, concurrency=4):
+    def load(self, name, url=None, concurrency=4, lanes=()):
         """Streams from node w0 as long as the body runs; notes how many there were and what was wrong with them."""
         stop = self.lab.state / f"stop-{len(self.facts)}"
-        command = [*self.on("w0"), sys.executable, "-m", "tests.deploy.stream_load", url or self.url, str(stop), str(concurrency)]  # fmt: skip
+        command = [*self.on("w0"), sys.executable, "-m", "tests.deploy.stream_load", url or self.url, str(stop), str(concurrency), *map(str, lanes)]  # fmt: skip
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         time.sleep(3)
         result = {}
@@ -251,15 +270,10 @@ class Proof:
 
     def documented(self):
         """A24: the page's commands that need a cluster, as they stand, in the namespace that is there already."""
-        programs = self.lab.state / "bin"
-        programs.mkdir()
-        wrapper = programs / "kubectl"
-        wrapper.write_text(f'#!/bin/sh\nexec ip netns exec {PREFIX}cp {shutil.which("kubectl")} --kubeconfig {self.lab.state}/kubeconfig "$@"\n')  # fmt: skip
-        wrapper.chmod(0o755)
         (self.lab.state / "my-cluster").symlink_to(ROOT / "deploy/k8s/overlays/ci")
         lines = [line for block in blocks("cluster") for line in block.splitlines() if " create " not in line]
         for line in lines:
-            done = run(line, self.lab.state, f"{programs}:{ROOT}/.venv/bin:{os.environ['PATH']}")
+            done = self.cli(line)
             assert done.returncode == 0, f"{line}: {done.stderr}"
         self.has("decode", 2)
         self.note("A24 commands of the page", lines)
@@ -302,21 +316,43 @@ class Proof:
         tasks = dict(line.split()[:2] for line in self.lab.ctr(node, "tasks", "ls").splitlines()[1:])
         return sh("nsenter", "-t", tasks[wanted], "-n", "ss", "-Htn", "state", "established").splitlines()
 
-    def transferred(self):
-        """A18: KV really moved between pods."""
+    def counted(self, *names):
+        """Counters of the workers whose name begins so, summed over all of them."""
         total = {}
         for role in ("prefill", "decode"):
             for pod in self.ready(role):
                 text = sh(*self.on("w0"), "curl", "-s", "-m", "3", f"http://{pod['status']['podIP']}:9400/metrics")
                 for line in text.splitlines():
-                    if line.startswith(("tandem_transfer_landed_bytes_total", "tandem_decode_recomputed")):
-                        total[line.split("{")[0].split()[0]] = total.get(line.split("{")[0].split()[0], 0) + float(
-                            line.split()[-1]
-                        )
-        self.note("A18 bytes landed by tcp", total)
+                    if line.startswith(names):
+                        name = line.split("{")[0].split()[0]
+                        total[name] = total.get(name, 0) + float(line.split()[-1])
+        return total
+
+    def transferred(self):
+        """A18: KV really moved between pods."""
+        total = self.counted("tandem_transfer_landed_bytes_total", "tandem_recomputed_tokens")
+        self.note("A18 bytes landed by tcp, tokens computed again", total)
+        assert total["tandem_transfer_landed_bytes_total"] > 0
+        assert total["tandem_recomputed_tokens_total"] == 0
+
+    def revisions(self):
+        """A11: another revision comes pair by pair."""
+        kubernetes_pairs.show(self)
 
 
-CHECKS = ("rights", "scale", "transferred", "pairs", "victims", "rollout", "naive", "eviction", "cut_off", "documented")
+CHECKS = (
+    "rights",
+    "scale",
+    "transferred",
+    "pairs",
+    "victims",
+    "rollout",
+    "naive",
+    "revisions",
+    "eviction",
+    "cut_off",
+    "documented",
+)
 
 
 def main():

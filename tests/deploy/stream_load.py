@@ -1,6 +1,7 @@
 """Streams against one address until a file appears; prints how many there were and every fault. A process of the lab's.
 
-`python -m tests.deploy.stream_load URL STOP_FILE CONCURRENCY`. The texts are those that the scripted model must say.
+`python -m tests.deploy.stream_load URL STOP_FILE CONCURRENCY [LANES...]`. The texts are those that the scripted model must
+say; of each further revision, which has so many lanes of KV, a stream may say its text instead, but never a mixture.
 """
 
 import asyncio
@@ -10,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
+from engine.models.builtin import SCRIPTED
 from tests.fakes.chaos import faults, storm
 from tests.fakes.truth import scripted_text
 
@@ -29,15 +33,21 @@ def items(seed):
 
 def main():
     url, stop, concurrency = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    found, count, begun, seed = [], 0, time.monotonic(), 0
+    revisions = {lanes: msgspec.structs.replace(SCRIPTED, kv_lanes=lanes) for lanes in map(int, sys.argv[4:])}
+    found, count, begun, seed, told = [], 0, time.monotonic(), 0, dict.fromkeys(revisions, 0)
     while not stop.exists():
         outcomes = asyncio.run(
             storm(url, "scripted", list(items(seed)), concurrency=concurrency, cancel_share=0, seed=seed)
         )
+        for lanes, config in revisions.items():
+            for outcome in outcomes:
+                if outcome.text == (text := scripted_text(outcome.prompt, outcome.max_tokens, config)):
+                    outcome.expected, told[lanes] = text, told[lanes] + 1
         found += [fault for outcome in outcomes for fault in faults(outcome)]
         count += len(outcomes)
         seed += 1
-    print(json.dumps({"streams": count, "faults": found, "seconds": round(time.monotonic() - begun, 1)}))
+    result = {"streams": count, "faults": found, "seconds": round(time.monotonic() - begun, 1)}
+    print(json.dumps(result | ({"of other revisions": told} if told else {})))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,114 @@
+"""A11 in the lab: another revision of the weights comes pair by pair, is aborted, and as a control pool after pool.
+
+The other revision has five lanes of KV instead of four: another fingerprint, and another text for every prompt, so a stream
+whose KV came from one and whose tokens came from the other would say neither.
+"""
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+
+from deploy.kubernetes_rollout import deployments_of, new_name
+from deploy.validate_k8s import build
+from tests.deploy.overlays import K8S, kubectl
+
+LANES = 5
+CODE = (
+    "import pathlib, msgspec; from engine.models.builtin import SCRIPTED, prepare_scripted; "
+    f"made = prepare_scripted(pathlib.Path('/models'), msgspec.structs.replace(SCRIPTED, kv_lanes={LANES})); "
+    "pathlib.Path('/models/scripted').symlink_to(made)"
+)
+OVERLAY = """\
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [{ci}]
+patches:
+  - target: {{kind: Deployment, labelSelector: "tandem/role in (prefill,decode)"}}
+    patch: |-
+      - {{op: add, path: /spec/template/spec/initContainers/0/command, value: [python, -c, "{code}"]}}
+      - {{op: remove, path: /spec/template/spec/initContainers/0/args}}
+"""
+POOLS = ("prefill", "decode")
+
+
+def show(proof):
+    """Forward, aborted, and the control; every stream is compared with what its revision must say."""
+    folder = proof.lab.state / "next"
+    folder.mkdir()
+    ci = K8S / "overlays/ci"
+    text = OVERLAY.format(ci=os.path.relpath(ci, folder.resolve()), code=CODE)
+    (folder / "kustomization.yaml").write_text(text)
+    forward(proof, folder)
+    aborted(proof, ci)
+    control(proof, ci)
+
+
+def forward(proof, folder):
+    begun = time.monotonic()
+    with least(proof) as lowest, proof.load("A11 streams while pairs are replaced", lanes=(LANES,)) as result:
+        done = proof.cli(f"tandem rollout --on k8s --to {folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    proof.note("A11 what the command said, seconds", [done.stdout.splitlines()[:4], round(time.monotonic() - begun, 1)])
+    proof.note("A11 least that were ready", lowest)
+    assert result["faults"] == []
+    assert 0 < result["of other revisions"][str(LANES)] < result["streams"], "both revisions were to serve"
+    assert lowest == dict.fromkeys(POOLS, 2), "capacity fell below the floor"
+    assert {*deployments_of(proof.api)} == {"gateway", "controller", *POOLS}
+    recomputed = proof.counted("tandem_recomputed_tokens")
+    proof.note("A11 tokens computed again", recomputed)
+    assert not any(recomputed.values())
+
+
+def aborted(proof, ci):
+    before = {role: proof.names(role) for role in POOLS}
+    with least(proof) as lowest, proof.load("A11 streams while a rollout is aborted", lanes=(LANES,)) as result:
+        running = subprocess.Popen(proof.line(f"tandem rollout --on k8s --to {ci}"), **proof.surroundings())
+        while not ready_new(proof):
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.2)
+        back = proof.cli("tandem rollout --on k8s --abort")
+        said = running.communicate(timeout=60)[1]
+    proof.note("A11 aborted: both exit codes, what the first one said", [running.returncode, back.returncode, said.strip()])  # fmt: skip
+    assert back.returncode == 0, back.stderr
+    assert running.returncode != 0
+    assert result["faults"] == []
+    assert lowest == dict.fromkeys(POOLS, 2)
+    assert {role: proof.names(role) for role in POOLS} == before, "the old workers are the same ones"
+
+
+def ready_new(proof):
+    found = deployments_of(proof.api)
+    return all(found.get(new_name(r), {}).get("status", {}).get("readyReplicas") for r in POOLS)
+
+
+def control(proof, ci):
+    """Pool after pool, as any rolling update would: streams must fail, else the proof above proves nothing."""
+    docs = {d["metadata"]["name"]: d for d in build(ci, kubectl()) if d["kind"] == "Deployment"}
+    with proof.load("A11 negative control: streams while one pool follows the other", lanes=(LANES,)) as result:
+        for role in ("decode", "prefill"):
+            proof.api.apply([docs[role]])
+            proof.api.wait_rolled(role)
+    assert result["faults"], "pool after pool cut nothing: the proof cannot fail"
+    for role in POOLS:
+        proof.has(role, 2)
+
+
+@contextlib.contextmanager
+def least(proof):
+    """The smallest number of ready workers of each pool while the body runs."""
+    lowest, done = dict.fromkeys(POOLS, 99), threading.Event()
+
+    def look():
+        while not done.wait(0.5):
+            for role in POOLS:
+                lowest[role] = min(lowest[role], len(proof.ready(role)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lowest
+    finally:
+        done.set()
+        thread.join()
