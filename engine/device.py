@@ -36,6 +36,12 @@ def resolve_device(text: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def make_current(device: torch.device) -> None:
+    """Make a GPU the calling thread's: kernels are launched there, whatever memory their arguments are in."""
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+
+
 class _Span:
     """Device memory as frameworks exchange it."""
 

@@ -28,7 +28,7 @@ from engine.config import (
     fitting_pages,
     plan_capacity,
 )
-from engine.device import free_bytes, memory_report, resolve_device
+from engine.device import free_bytes, make_current, memory_report, resolve_device
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.events import EventSink
@@ -119,12 +119,14 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
     """Load a model and plan its capacity; raises `ConfigError` (also `CheckpointError`). Blocks for as long as it takes."""
     if section.threads:
         config = msgspec.structs.replace(config, threads=section.threads)
+    device = resolve_device(section.device)
+    make_current(device)
     model = load_model(
         Path(section.path),
         name=section.name or None,
         dtype=section.dtype or None,
         mode=section.mode or None,
-        device=resolve_device(section.device),
+        device=device,
         verify=section.verify,
     )
     facts = model.facts
@@ -177,6 +179,7 @@ def open_engine(
     on_crash: Callable[[BaseException], None],
 ) -> EngineThread:
     """Build engine and runner over `buffers`, one per region, which must outlive the returned thread. Not started yet."""
+    make_current(loaded.device)
     facts = loaded.model.facts
     grammars = GrammarCompiler(
         partial(read_definition, loaded.directory),

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -68,6 +69,15 @@ def _prepare_tiny(name: str, dtype: str, windowed: bool, cache_dir: Path) -> Pat
     )
 
 
+def _prepare_random_llama(cache_dir: Path) -> Path:
+    def fill(directory: Path) -> None:
+        body = msgspec.json.format(msgspec.json.encode(random_llama_config()), indent=2)
+        (directory / "config.json").write_bytes(body)
+        write_byte_tokenizer(directory, RANDOM_VOCAB)
+
+    return make_directory(cache_dir / f"{RANDOM_LLAMA}-v1", RANDOM_LLAMA, fill)
+
+
 def _prepare_deepseek(name: str, cache_dir: Path) -> Path:
     def fill(directory: Path) -> None:
         raw, seed, shard_bytes = _DEEPSEEK[name]
@@ -76,6 +86,33 @@ def _prepare_deepseek(name: str, cache_dir: Path) -> Path:
         exporter.export(directory, raw(), seed, shard_bytes=shard_bytes)
 
     return make_directory(cache_dir / f"{name}-{_DEEPSEEK_VERSION}", name, fill)
+
+
+RANDOM_LLAMA, RANDOM_VOCAB = "llama-8b-random", 128_256
+"""For a GPU only: nothing but a shape, whose weights are drawn there."""
+
+
+def random_llama_config() -> dict[str, Any]:
+    """Return the config.json of a model of the shape of Llama 3 8B, in bfloat16, with random weights."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": RANDOM_VOCAB,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 65_536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 258,
+        "dtype": "bfloat16",
+        "tandem_random_weights": 8,
+    }
 
 
 _DEEPSEEK = {"v41-tiny": (tiny_config, 41, 2 << 20), "v41-mini": (mini_config, 41, 128 << 20)}
@@ -92,6 +129,7 @@ _BUILTIN: dict[str, Callable[[Path], Path]] = {
     "tiny-window-f64": partial(_prepare_tiny, "tiny-window-f64", "f64", True),
     "v41-tiny": partial(_prepare_deepseek, "v41-tiny"),
     "v41-mini": partial(_prepare_deepseek, "v41-mini"),
+    RANDOM_LLAMA: _prepare_random_llama,
     "scripted": _prepare_builtin_scripted,
     "scripted-v41": prepare_scripted_v41,
 }

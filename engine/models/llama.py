@@ -24,7 +24,7 @@ from engine.layers.rotary import Rotary, rotate
 from engine.models.config import LlamaConfig, parse_llama
 from engine.models.llama_device import DeviceLlamaModel, build_device_weights
 from engine.models.llama_layout import FULL, WINDOW, llama_layout
-from engine.models.loader import DTYPES, Checkpoint
+from engine.models.loader import DTYPES, WeightSource, open_weights
 from engine.models.manifest import Manifest
 from engine.models.model import KVTensors, ModelFacts
 
@@ -114,7 +114,7 @@ class LlamaModel:
         return layer.output.forward(out.view(num_tokens, -1), deterministic=fixed)
 
 
-def build_weights(config: LlamaConfig, checkpoint: Checkpoint) -> Weights:
+def build_weights(config: LlamaConfig, checkpoint: WeightSource) -> Weights:
     """Take all tensors that a configuration asks for, under Hugging Face's names; raises `CheckpointError`."""
     width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -183,8 +183,8 @@ def load(
         eos_token_ids=parsed.eos_token_ids,
         kv_dtype=elem,
     )
+    weights = open_weights(directory, config, DTYPES[elem], device)
     if device.type != "cpu":
-        moved = build_device_weights(parsed, Checkpoint(directory, DTYPES[elem]), device)
+        moved = build_device_weights(parsed, weights, device)
         return DeviceLlamaModel(parsed, facts, moved, DTYPES[elem], device)
-    weights = build_weights(parsed, Checkpoint(directory, DTYPES[elem]))
-    return LlamaModel(parsed, facts, weights, DTYPES[elem])
+    return LlamaModel(parsed, facts, build_weights(parsed, weights), DTYPES[elem])

@@ -19,7 +19,7 @@ from engine.layers.linear import DEVICE_ROW_TILE, Linear
 from engine.layers.rotary import Rotary, rotate
 from engine.models.config import LlamaConfig
 from engine.models.llama_layout import FULL, WINDOW, llama_layout
-from engine.models.loader import Checkpoint
+from engine.models.loader import WeightSource
 from engine.models.model import KVTensors, ModelFacts
 
 _FIXED_SPLITS = 8
@@ -164,7 +164,7 @@ class DeviceLlamaModel:
         return out.view(len(qkv), -1)
 
 
-def build_device_weights(config: LlamaConfig, checkpoint: Checkpoint, device: torch.device) -> DeviceWeights:
+def build_device_weights(config: LlamaConfig, checkpoint: WeightSource, device: torch.device) -> DeviceWeights:
     """Take all tensors that a configuration asks for to a device, layer by layer; raises `CheckpointError`."""
     width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim

@@ -5,15 +5,16 @@ of the weights through the page cache; others are converted one by one. Knows no
 wants, and `finish` finds what nobody wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import CheckpointError
+from engine.models.random_weights import KEY, RandomWeights
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 """Names of the element types that models compute in."""
@@ -23,6 +24,29 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+class WeightSource(Protocol):
+    """Where a family takes its weights from."""
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a tensor of exactly this shape in the model's dtype; raises `CheckpointError` naming it."""
+        ...
+
+    def finish(self, ignore: Sequence[str] = ()) -> None:
+        """Raise `CheckpointError` if there are tensors nobody took, except names that end with one of `ignore`."""
+        ...
+
+
+def open_weights(directory: Path, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> WeightSource:
+    """Return the weights of a directory with this config.json: its files', or random ones where it asks for them."""
+    seed = config.get(KEY)
+    if seed is None:
+        return Checkpoint(directory, dtype)
+    if device.type == "cpu":
+        # Billions of numbers take minutes there, and workers on both would have different ones.
+        raise CheckpointError(f"{directory} has random weights ({KEY}), drawn on a GPU only; set model.device to cuda")
+    return RandomWeights(int(seed), dtype, device)
 
 
 class Checkpoint:

@@ -10,6 +10,7 @@ import torch
 
 from core.errors import InvariantError
 from engine.config import EngineConfig
+from engine.device import make_current
 from engine.grammar.compiler import GrammarCompiler
 from engine.models.drafter import SpeculativeModel
 from engine.models.model import KVTensors, Model
@@ -62,6 +63,7 @@ class ModelRunner:
         else:
             self._executor = StepExecutor(model, kv, config, max_pages, grammars=grammars)
         self._threads = config.threads
+        self._device = model.device
         self._last_step = 0
         self._in_flight = 0
         self._queue: queue.Queue[StepTicket | None] = queue.Queue(MAX_IN_FLIGHT + 1)
@@ -97,10 +99,15 @@ class ModelRunner:
     def _launch(self, plan: Plan) -> Launched:
         if isinstance(self._executor, DeviceExecutor):
             return self._executor.launch(plan)
-        return Computed(self._executor.run(plan))
+        result = self._executor.run(plan)
+        if self._device.type != "cpu":
+            # A step that chose no token did not wait for its KV, which peers may read once the step is over.
+            torch.cuda.current_stream(self._device).synchronize()
+        return Computed(result)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        make_current(self._device)
         failure: BaseException | None = None
         while (ticket := self._queue.get()) is not None:
             if failure is None:

@@ -11,6 +11,7 @@ from benchmarks.model_driver import ModelDriver
 from core.errors import CheckpointError
 from engine.models.builtin import prepare_builtin
 from engine.models.loader import Checkpoint
+from engine.models.random_weights import RandomWeights
 from engine.models.registry import load_model
 
 torch.set_num_threads(1)
@@ -194,3 +195,16 @@ def test_another_dtype_can_be_asked_for(source):
     assert ModelDriver(load_model(source, dtype="bf16")).step({0: [1, 2]}).dtype is torch.float32
     with pytest.raises(CheckpointError, match="fp8"):
         load_model(source, dtype="fp8")
+
+
+def test_random_weights_depend_on_seed_and_name_only_and_are_refused_on_a_cpu(tmp_path):
+    one, same, other = (RandomWeights(seed, torch.float32, torch.device("cpu")) for seed in (1, 1, 2))
+    drawn = one.take("a.weight", (64, 256))
+    one.take("b.weight", (3, 3))
+    assert torch.equal(drawn, same.take("a.weight", (64, 256)))
+    assert not torch.equal(drawn, other.take("a.weight", (64, 256)))
+    assert not torch.equal(drawn, one.take("c.weight", (64, 256)))
+    assert 0.9 < float(drawn.std()) * 16 < 1.1
+    assert one.take("norm", (5,)).tolist() == [1.0] * 5
+    with pytest.raises(CheckpointError, match="set model.device to cuda"):
+        load_model(prepare_builtin("llama-8b-random", tmp_path))
