@@ -48,8 +48,11 @@ def _paged_attention(g: torch.Generator, size: Size) -> Inputs:
     )
 
 
-ATTENDED: Check = close(2.0**-6, 2.0**-7)
-"""Softmax weights and outputs are bfloat16, sums have another order; in float32 the second check holds too."""
+ATTENDED: Check = close(2.0**-6, 2.0**-6)
+"""Softmax weights are bfloat16, here before and there after they are divided by their sum: errors of 2^-9 of values up to
+4 on both sides, where the values themselves cancel."""
+NORMED: Check = close(2.0**-6, 1e-6)
+"""A first rounding may fall to the other side, and the product with the weight be rounded again."""
 
 
 def _store_kv(g: torch.Generator, size: Size) -> Inputs:
@@ -124,7 +127,7 @@ CASES_ATTENTION = (
     Case(
         "add_norm",
         _add_norm,
-        (close(2.0**-7, 2.0**-8), exact),
+        (NORMED, exact),
         small=({"t": 3, "d": 48}, {"t": 1, "d": 576, "plain": 1, "bits": 32}),
         large=({"t": 1, "d": 4096}, {"t": 256, "d": 4096}, {"t": 8192, "d": 4096}),
     ),

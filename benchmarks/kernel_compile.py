@@ -43,7 +43,7 @@ WHY_NOT = {
 """Kernels that do not compile for a chip, and why."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
     torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bool: "*i1",
     torch.uint32: "*u32", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip

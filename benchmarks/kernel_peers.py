@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.kernel_case import Inputs
+from benchmarks.kernel_peers_attention import PEERS_ATTENTION
 from benchmarks.kernel_timing import sets_for, time_us
 
 Size = dict[str, int]
@@ -129,6 +130,7 @@ def torch_grouped(out: int, inner: int) -> Peer:
 
 
 PEERS: dict[str, dict[str, Peer]] = {
+    **PEERS_ATTENTION,
     "select_top": {"torch_topk_sort_us": torch_topk},
     "index_scores": {"deep_gemm_fp8_keys_us": deep_gemm_logits},
     "sparse_attention": {"flash_mla_v4_rows_us": flash_mla_v4},

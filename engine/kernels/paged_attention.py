@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-DECODE = {"TILE": 64, "num_warps": 4, "num_stages": 3}
-CHUNK = {"M": 128, "TILE": 64, "num_warps": 8, "num_stages": 3}
+DECODE = {"TILE": 64, "num_warps": 2, "num_stages": 3}
+CHUNK = {"M": 128, "TILE": 64, "num_warps": 4, "num_stages": 2}
 _CHUNK_F32 = {"M": 32, "TILE": 32, "num_warps": 4, "num_stages": 2}
 
 
