@@ -76,6 +76,8 @@ def plan_rows(
 
 def split(records: Records, max_records: int, max_bytes: int) -> list[Records]:
     """Cut copies larger than `max_bytes` and group the rest in order, so that each part respects both bounds."""
+    if len(records.nbytes) <= max_records and records.total_bytes <= max_bytes:
+        return [records] if len(records.nbytes) else []
     source, target, nbytes = _cut_large(records, max_bytes)
     ends = np.cumsum(nbytes)
     parts: list[Records] = []

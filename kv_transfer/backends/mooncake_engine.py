@@ -79,6 +79,7 @@ class MooncakeEngine:
         self._host = spec.host
         self._regions = {region.id: region for region in regions}
         self._changed = threading.Condition()
+        self._on_over: Callable[[], None] = lambda: None
         self._outcomes: dict[int, Outcome | None] = {}
         self._peers: dict[int, _Lane] = {}
         self._last = 0
@@ -136,6 +137,9 @@ class MooncakeEngine:
                 del self._outcomes[ticket]
             return outcome
 
+    def tell_over(self, on_over: Callable[[], None]) -> None:
+        self._on_over = on_over
+
     def close(self) -> None:
         """The library ends with its last reference, and that ends what it still had queued.
 
@@ -166,6 +170,7 @@ class MooncakeEngine:
         with self._changed:
             self._outcomes[ticket] = outcome
             self._changed.notify_all()
+        self._on_over()
 
 
 _Read = tuple[int, I64, I64, I64]

@@ -6,8 +6,8 @@ no operations and no pages. An engine's module has `open_engine(spec, regions) -
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -70,6 +70,15 @@ class NativeEngine(Protocol):
 
     def close(self) -> None:
         """Destroy the engine: on return no byte of any read can land any more. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TellsOver(Protocol):
+    """Engines that say by themselves when a read is over: nobody needs to look."""
+
+    def tell_over(self, on_over: Callable[[], None]) -> None:
+        """Call `on_over` from any thread whenever `wait` of some read has an outcome; it must not block."""
         ...
 
 

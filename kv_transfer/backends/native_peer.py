@@ -1,8 +1,10 @@
 """A source that is read through a native engine, on its lane's thread: through the landing ring, or straight to the regions."""
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -104,37 +106,90 @@ class NativePeer(LanePeer):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A read into a slot of the ring."""
+
+    landing: Landing
+    ticket: int
+    slot: int
+    piece: Records
+
+
 class StagedPeer(NativePeer):
-    """Reads land in the ring and are copied to the regions here: when `read` is over, no page is written any more."""
+    """Reads land in the ring and are copied to the regions here: when `read` is over, no page is written any more.
+
+    The first piece of the job that follows is asked for while the last of this one is copied; it can only dirty a slot.
+    """
+
+    def __init__(self, info: PeerInfo, shared: Shared, export: NativeExport, landings: Revival[Landing]) -> None:
+        self._early: tuple[Job, _Flying] | None = None
+        super().__init__(info, shared, export, landings)
+
+    def disconnect(self) -> None:
+        self.lane.stop()
+        self._forget_early()
+        super().disconnect()
 
     def read(self, job: Job) -> None:
         job.check(self.shared.clock)
         landing, handle = self.bind(self.shared.config.connect_timeout_s)
-        pieces = deque(split(job.records, self.shared.capabilities.max_records_per_op, landing.slot_bytes))
-        flying: deque[tuple[int, int, Records]] = deque()
+        pieces = self._pieces(job, landing)
+        flying: deque[_Flying] = deque()
+        if self._early is not None and self._early[0] is job and self._early[1].landing is landing:
+            flying.append(self._early[1])
+            pieces.popleft()
+            self._early = None
+        self._forget_early()
         try:
             while pieces or flying:
                 while pieces and len(flying) < _AHEAD:
-                    slot = landing.acquire(0.0 if flying else _LOOK_S)
-                    if slot is None:
+                    begun = self._begin(landing, handle, pieces[0], 0.0 if flying else _LOOK_S)
+                    if begun is None:
                         break
-                    flying.append((self._post(landing, handle, slot, pieces[0]), slot, pieces.popleft()))
+                    flying.append(begun)
+                    pieces.popleft()
                 if flying:
-                    self._land(job, landing, flying)
+                    self._land(job, landing, handle, flying, last=not pieces and len(flying) < _AHEAD)
                 else:
                     job.check(self.shared.clock)
                     self.bind(self.shared.config.connect_timeout_s)  # a ring without proof is replaced here
                     if landing.broken:
                         raise TransferFailed("the landing ring was replaced")
         finally:
-            for ticket, slot, _ in flying:
-                landing.retire(ticket, slot)
+            for each in flying:
+                landing.retire(each.ticket, each.slot)
 
-    def _land(self, job: Job, landing: Landing, flying: deque[tuple[int, int, Records]]) -> None:
-        """Wait for the oldest read and copy it out."""
-        ticket, slot, piece = flying[0]
+    def _pieces(self, job: Job, landing: Landing) -> deque[Records]:
+        return deque(split(job.records, self.shared.capabilities.max_records_per_op, landing.slot_bytes))
+
+    def _begin(self, landing: Landing, handle: int, piece: Records, timeout_s: float) -> _Flying | None:
+        slot = landing.acquire(timeout_s)
+        return None if slot is None else _Flying(landing, self._post(landing, handle, slot, piece), slot, piece)
+
+    def _begin_following(self, landing: Landing, handle: int) -> None:
+        job = None if self._early is not None else self.lane.following
+        if job is None or not len(job.records.nbytes):
+            return
+        with contextlib.suppress(TandemError):  # it is told when its turn has come
+            begun = self._begin(landing, handle, self._pieces(job, landing)[0], 0.0)
+            self._early = None if begun is None else (job, begun)
+
+    def _forget_early(self) -> None:
+        if self._early is not None:
+            _, begun = self._early
+            begun.landing.retire(begun.ticket, begun.slot)
+            self._early = None
+
+    def _land(self, job: Job, landing: Landing, handle: int, flying: deque[_Flying], *, last: bool) -> None:
+        """Wait for the oldest read and copy it out. `last`: nothing of the job is left to ask for."""
+        ticket, slot, piece = flying[0].ticket, flying[0].slot, flying[0].piece
         patience_s, start = self.shared.config.progress_timeout_s, self.shared.clock.now()
+        if last:
+            self._begin_following(landing, handle)
         while (outcome := landing.engine.wait(ticket, _LOOK_S)) is None:
+            if last:
+                self._begin_following(landing, handle)
             job.check(self.shared.clock)
             if self.shared.clock.now() - start >= patience_s:
                 raise TransferFailed(f"no byte came for {patience_s:g} s")

@@ -9,14 +9,15 @@ import mmap
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
 from core.errors import TandemError
 from kv_transfer.api import MemoryRegion
-from kv_transfer.backends.native import NativeEngine, Outcome, open_engine
+from kv_transfer.backends.native import NativeEngine, Outcome, TellsOver, open_engine
 from kv_transfer.backends.sidecar_wire import (
     Answer,
     Connect,
@@ -32,7 +33,9 @@ from kv_transfer.backends.sidecar_wire import (
 from kv_transfer.memory import map_segment
 
 MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 2e-3
-"""How often reads in flight are looked at: soon after a change, then less often."""
+"""How often reads in flight are looked at, if the engine does not tell: soon after a change, then less often."""
+LOOKS = 16
+"""Looking moves bytes, so the pauses grow with the time since the last change: they are this part of it."""
 
 
 class Child:
@@ -44,15 +47,24 @@ class Child:
         self._tickets: dict[int, int] = {}
         self._sending = threading.Lock()
         self._connecting = ThreadPoolExecutor(4, thread_name_prefix="connect")
+        self._told = -1
+        if isinstance(engine, TellsOver):
+            self._told = told = os.eventfd(0, os.EFD_CLOEXEC)
+            engine.tell_over(lambda: os.eventfd_write(told, 1))
 
     def serve(self) -> None:
         """Until the worker closes the socket: then EOFError or OSError."""
-        pause = MIN_PAUSE_S
+        changed = time.monotonic()
+        watched = [self._connection, *([self._told] if self._told >= 0 else [])]
         while True:
-            if self._connection.poll(pause if self._tickets else None):
+            pause = min(max(MIN_PAUSE_S, (time.monotonic() - changed) / LOOKS), MAX_PAUSE_S)
+            ready = wait(watched, pause if self._tickets and self._told < 0 else None)
+            if self._told in ready:
+                os.eventfd_read(self._told)
+            if self._connection in ready:
                 self._take()
-                pause = MIN_PAUSE_S
-            pause = MIN_PAUSE_S if self._reap() else min(2 * pause, MAX_PAUSE_S)
+            if self._reap() or self._connection in ready:
+                changed = time.monotonic()
 
     def _take(self) -> None:
         frame = receive_request(self._connection)

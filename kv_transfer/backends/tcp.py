@@ -217,9 +217,9 @@ class Landing:
         self._target = target
         self._scratch = scratch
         self._unsettled: list[tuple[int, int]] = []
-        """(offset, bytes) in the device's region of what lies in scratch, in order."""
-        self._offsets: list[int] = records.target_offsets.tolist()
-        self._sizes: list[int] = records.nbytes.tolist()
+        """(start, stop) in the device's region of what lies in scratch, in order."""
+        self._starts: list[int] = records.target_offsets.tolist()
+        self._stops: list[int] = (records.target_offsets + records.nbytes).tolist()
         self._ends: list[int] = np.cumsum(records.nbytes).tolist()
         self._at = 0
         """The first record that has not its whole place taken, and how much of it has."""
@@ -229,7 +229,7 @@ class Landing:
     @property
     def complete(self) -> bool:
         """True if every byte has a place taken."""
-        return self._at == len(self._sizes)
+        return self._at == len(self._ends)
 
     def take(self, nbytes: int) -> list[memoryview]:
         """Return the places of the next `nbytes`, in order; raises TransferFailed if that is more than was asked for.
@@ -241,33 +241,31 @@ class Landing:
             self._unsettled = places
             return [self._scratch[:nbytes]]
         memory = self._target.data
-        return [memory[start : start + size] for start, size in places]
+        return [memory[start:stop] for start, stop in places]
 
     def settle(self) -> None:
         """The places taken last are filled: move on what does not lie where it belongs."""
         if not self._unsettled:
             return
         places, self._unsettled = self._unsettled, []
-        begins = itertools.accumulate((size for _, size in places), initial=0)
-        copies = [(start, begin, size) for (start, size), begin in zip(places, begins, strict=False)]
+        begins = itertools.accumulate((stop - start for start, stop in places), initial=0)
+        copies = [(start, begin, stop - start) for (start, stop), begin in zip(places, begins, strict=False)]
         copy_slices(self._target, np.frombuffer(self._scratch, np.uint8), copies)
 
     def _places(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the next `nbytes` in the target."""
+        """Return (start, stop) of the places of the next `nbytes` in the target."""
         taken = self.taken + nbytes
         if taken > (self._ends[-1] if self._ends else 0):
             raise TransferFailed("the peer sent more bytes than were asked for")
         last = bisect.bisect_right(self._ends, taken, self._at)
-        whole = range(self._at, last)
-        places = [(self._offsets[i], self._sizes[i]) for i in whole]
+        places = list(zip(self._starts[self._at : last], self._stops[self._at : last], strict=True))
         if places and self._part:
-            start, size = places[0]
-            places[0] = start + self._part, size - self._part
+            places[0] = places[0][0] + self._part, places[0][1]
         begun = 0 if places else self._part
         self._at, self.taken = last, taken
         self._part = taken - (self._ends[last - 1] if last else 0)
         if self._part > begun:
-            places.append((self._offsets[last] + begun, self._part - begun))
+            places.append((self._starts[last] + begun, self._starts[last] + self._part))
         return places
 
 

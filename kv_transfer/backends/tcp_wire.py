@@ -27,7 +27,8 @@ GREETING_BYTES = len(MAGIC) + INCARNATION_BYTES + TOKEN_BYTES
 MAX_RECORDS = 4096
 REQUEST = struct.Struct("<BQQII")  # kind, op, lease, region, number of records
 FRAME = struct.Struct("<BQI")  # status, op, payload bytes
-MAX_VECTORS = 512
+MAX_VECTORS = 1024
+"""Buffers of one call: the limit of the kernel."""
 _POLL_MS = 50
 _TIMEVAL = struct.Struct("@ll")
 

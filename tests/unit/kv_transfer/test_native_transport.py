@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -140,6 +141,35 @@ def test_a_library_that_does_not_do_so_after_all_gets_the_ring(ends, caplog):
     assert "does not read that memory directly" in caplog.text
     assert isinstance(peer, StagedPeer)
     assert target.transport.statistics()["worse_ways"] == 1
+
+
+def test_the_next_read_is_under_way_before_this_one_is_copied_out(ends):
+    plan = Plan(late_s="0.3")
+    source, target, peer = healed(plan, ends)
+    first, second = target.begin(peer, copies([0], [0], [PAGE])), target.read(peer, copies([5], [PAGE], [100]))
+    FakeEngine.sizes.clear()
+    target.until(lambda: 100 in FakeEngine.sizes)
+    assert not target.transport.quiesced(first)
+    target.until(lambda: target.transport.quiesced(second))
+    assert (first.state, second.state) == (OpState.DONE, OpState.DONE)
+    assert FakeEngine.sizes == [100], "it was read twice"
+    assert (target.bytes[: PAGE + 100] == 7).all()
+    assert not target.bytes[PAGE + 100 :].any()
+
+
+def test_a_read_cancelled_before_its_turn_writes_nothing_and_its_slot_comes_back(ends):
+    plan = Plan(late_s="0.2")
+    source, target, peer = healed(plan, ends)
+    for _ in range(6):  # more often than there are slots
+        FakeEngine.sizes.clear()
+        first, second = target.begin(peer, copies([0], [0], [PAGE])), target.read(peer, copies([5], [PAGE], [100]))
+        target.until(lambda: 100 in FakeEngine.sizes)
+        target.transport.cancel(second)
+        assert target.transport.quiesced(second)
+        target.until(partial(target.transport.quiesced, first))
+        assert first.state is OpState.DONE
+    assert not target.bytes[PAGE:].any()
+    assert target.transport.statistics()["engine_restarts"] == 0
 
 
 def test_a_cancelled_read_that_never_ends_frees_the_pages_at_once_and_keeps_its_slots(ends):
