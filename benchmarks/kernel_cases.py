@@ -18,6 +18,7 @@ from benchmarks.kernel_case import (
 )
 from benchmarks.kernel_cases_attention import CASES_ATTENTION
 from benchmarks.kernel_cases_sampling import CASES_SAMPLING
+from benchmarks.kernel_cases_v41 import V41_CASES
 from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
 from engine.kernels.reference.sort_routes import sort_routes
 
@@ -54,7 +55,7 @@ def _store_window(g: torch.Generator, size: Size) -> Inputs:
     rows = poisoned(size["records"], ring, 528, stride=40 * ring * 528, device=g.device)
     record, at = places(g, t, size["records"], ring)
     record[::7] = -1
-    x, w = normal(g, t, 512), weights(g, 512)
+    x, w = normal(g, t, 768)[:, 256:], weights(g, 512)
     cos, sin = turns(g, t)
     return Inputs(
         (x, w, cos, sin, record, at, rows, EPS),
@@ -69,6 +70,7 @@ def _commit_ring(g: torch.Generator, size: Size) -> Inputs:
     source = torch.randint(0, 255, (2 * k, 528), dtype=torch.uint8, generator=g, device=g.device)
     tokens = torch.randperm(2 * k, generator=g, device=g.device)[:k]
     record, at = places(g, k, size["records"], ring)
+    record[3::5] = -1
     return Inputs((source, tokens, record, at + 2 * ring, rows), written=(4,), least_bytes=k * (2 * 528 + 24))
 
 
@@ -83,6 +85,7 @@ def _store_entries(g: torch.Generator, size: Size) -> Inputs:
     wk = (torch.randn(128, 512, generator=g, device=g.device) * 512**-0.5).bfloat16()
     cos, sin = turns(g, n)
     page, at = places(g, n, pages, each)
+    page[2::7] = -1
     return Inputs(
         (pending, index, norm, wk, key_norm, cos, sin, page, at, *parts, EPS),
         written=(9, 10, 11),
@@ -366,4 +369,5 @@ CASES = (
     ),
     *CASES_ATTENTION,
     *CASES_SAMPLING,
+    *V41_CASES,
 )

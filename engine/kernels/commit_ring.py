@@ -15,9 +15,9 @@ def _commit_ring(
     exists = row < count
     token = tl.load(TOKENS + row, mask=exists, other=0)
     slot = tl.load(POSITIONS + row, mask=exists, other=0) % capacity
-    record = tl.load(RECORD + row, mask=exists, other=0)
+    record = tl.load(RECORD + row, mask=exists, other=-1)
     word = tl.arange(0, BLOCK)
-    inside = exists[:, None] & (word < WIDTH)
+    inside = (record >= 0)[:, None] & (word < WIDTH)
     values = tl.load(PACKED + (token * WIDTH)[:, None] + word, mask=inside)
     tl.store(RING + (record * record_stride + slot * WIDTH)[:, None] + word, values, mask=inside)
 
@@ -27,11 +27,13 @@ def commit_ring(
 ) -> None:
     """Copy `packed[tokens[i]]` to `ring[record[i], positions[i] % capacity]`.
 
-    `packed` uint8 [t, width] dense, width a multiple of 4; `tokens`, `record`, `positions` int64 [k], no place twice;
-    `ring` uint8 [rows, capacity, width], its last two axes dense.
+    `packed` uint8 [t, width] dense, width a multiple of 4; `tokens`, `record` (-1: copy nothing), `positions` int64 [k], no
+    place twice; `ring` uint8 [rows, capacity, width], its last two axes dense.
     """
     width, tile = packed.shape[1] // 4, 4
     assert ring.stride()[1:] == (ring.shape[2], 1)
+    if not len(tokens):
+        return
     words, slots = packed.view(torch.int32), ring.view(torch.int32)
     _commit_ring[(triton.cdiv(len(tokens), tile),)](
         words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0),

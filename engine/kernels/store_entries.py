@@ -66,7 +66,8 @@ def _store_main(
         weight_right = tl.exp(gate_right - most)
         total = weight_left + weight_right
         pooled = (weight_left / total) * pooled + (weight_right / total) * other
-    page = tl.load(PAGE + row, mask=exists, other=0)
+    page = tl.load(PAGE + row, mask=exists, other=-1)
+    kept = (page >= 0)[:, None]
     out = ENTRIES + page * entry_stride + tl.load(AT + row, mask=exists, other=0) * (D // 2 + D // 16)
     cos, sin = _turns(COS, SIN, row, exists, tl.arange(0, D // 2) - (D - ROPE) // 2, ROPE)
     pooled = pooled.to(tl.bfloat16).to(tl.float32)
@@ -77,8 +78,8 @@ def _store_main(
     even, odd = rotated(even, odd, cos, sin)
     group = e4m3_code(tl.maximum(_most(even, odd, TILE, D // 16, 8), LEAST_Q4KV) * (1 / 6.0))
     inverse = tl.div_rn(tl.full((TILE, D // 16), 1.0, tl.float32), e4m3_value(group))
-    tl.store(out[:, None] + tl.arange(0, D // 2), _packed(even, odd, inverse, TILE, D // 16, 8), mask=where)
-    tl.store(out[:, None] + D // 2 + tl.arange(0, D // 16), group, mask=where)
+    tl.store(out[:, None] + tl.arange(0, D // 2), _packed(even, odd, inverse, TILE, D // 16, 8), mask=kept)
+    tl.store(out[:, None] + D // 2 + tl.arange(0, D // 16), group, mask=kept)
 
 
 @triton.jit
@@ -102,12 +103,13 @@ def _store_keys(
     even, odd = rotated(even, odd, cos, sin)
     group = exponent_ceil(tl.maximum(_most(even, odd, TILE, KEY // 32, 16), LEAST_Q4) * (1 / 6.0))
     packed = _packed(even, odd, inverse_power(group), TILE, KEY // 32, 16)
-    page = tl.load(PAGE + row, mask=exists, other=0)
+    page = tl.load(PAGE + row, mask=exists, other=-1)
+    kept = (page >= 0)[:, None]
     at = tl.load(AT + row, mask=exists, other=0)
     codes = CODES + page * code_stride + at * (KEY // 2)
-    tl.store(codes[:, None] + tl.arange(0, KEY // 2), packed, mask=where)
+    tl.store(codes[:, None] + tl.arange(0, KEY // 2), packed, mask=kept)
     scales = SCALES + page * scale_stride + at * (KEY // 32)
-    tl.store(scales[:, None] + tl.arange(0, KEY // 32), group.to(tl.uint8), mask=where)
+    tl.store(scales[:, None] + tl.arange(0, KEY // 32), group.to(tl.uint8), mask=kept)
 
 
 def store_entries(
@@ -129,7 +131,7 @@ def store_entries(
 
     `pending` float32 [x, 1, D] values, or [x, 2, D] values and gates; `index` int64 [n, m] the m = 1 or 2 rows that make
     an entry; `norm` float32 [D]; `wk` bfloat16 [w, D]; `key_norm` float32 [w]; `cos`, `sin` float32 [n, r / 2] of the
-    entries' positions; `page`, `at` int64 [n], no place twice. Parts of KV memory, uint8, their last two axes dense:
+    entries' positions; `page` (-1: store nothing), `at` int64 [n], no place twice. Parts of KV memory, uint8, their last two axes dense:
     `entries` [pages, e, D / 2 + D / 16], `key_codes` [pages, e, w / 2], `key_scales` [pages, e, w / 32].
     D is a power of two.
     """

@@ -10,7 +10,7 @@ from engine.kernels.device import q8_code, rotated
 
 @triton.jit
 def _store_window(
-    X, W, COS, SIN, RECORD, AT, ROWS, eps, count, record_stride,
+    X, W, COS, SIN, RECORD, AT, ROWS, eps, count, record_stride, stride,
     D: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -24,7 +24,7 @@ def _store_window(
     turns = exists[:, None] & (turn >= 0)
     cos = tl.load(COS + place, mask=turns, other=1.0)
     sin = tl.load(SIN + place, mask=turns, other=0.0)
-    x = tl.load(X + row[:, None].to(tl.int64) * D + at, mask=exists[:, None], other=0.0).to(tl.float32)
+    x = tl.load(X + row[:, None].to(tl.int64) * stride + at, mask=exists[:, None], other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     y = (tl.load(W + at) * (x * scale[:, None])).to(tl.bfloat16).to(tl.float32)
     even, odd = tl.split(tl.reshape(y, (TILE, D // 2, 2)))
@@ -46,14 +46,16 @@ def store_window(
 ) -> None:
     """Store [t, D] latents as rows of D e4m3 codes and D / 32 e8m0 scales at `rows[record, at]`.
 
-    `latents` bfloat16 [t, D] contiguous, D a power of two; `weight` float32 [D]; `cos`, `sin` float32 [t, r / 2] turn
+    `latents` bfloat16 [t, D], each row dense, D a power of two; `weight` float32 [D]; `cos`, `sin` float32 [t, r / 2] turn
     the last r values; `record` (-1: store nothing), `at` int64 [t], no place twice; `rows` uint8 [n, capacity,
     D + D / 32] whose last two axes are dense: a ring's part of KV memory, or the rows of one chunk as one record.
     """
     count, width = latents.shape
     assert rows.stride()[1:] == (rows.shape[2], 1)
     tile = 4
+    if not count:
+        return
     _store_window[(triton.cdiv(count, tile),)](
-        latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0),
+        latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0), latents.stride(0),
         D=width, ROPE=2 * cos.shape[1], WIDTH=rows.shape[2], TILE=tile, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ _LOADERS = {
 """Architecture name of config.json -> module with `load(directory, config, manifest, name, dtype) -> Model`."""
 _WITH_MODES = ("engine.models.deepseek_v41.family",)
 """Modules whose `load` also takes `mode`."""
-_WITH_DEVICE: tuple[str, ...] = ("engine.models.llama",)
+_WITH_DEVICE: tuple[str, ...] = ("engine.models.deepseek_v41.family", "engine.models.llama")
 """Modules whose `load` also takes `device`; models of all others run on the CPU only."""
 
 

@@ -7,4 +7,5 @@ def commit_ring(
     packed: torch.Tensor, tokens: torch.Tensor, record: torch.Tensor, positions: torch.Tensor, ring: torch.Tensor
 ) -> None:
     """Copy some rows of a chunk into the ring; see the kernel for shapes."""
-    ring[record, positions % ring.shape[1]] = packed[tokens]
+    kept = record >= 0
+    ring[record[kept], positions[kept] % ring.shape[1]] = packed[tokens[kept]]

@@ -17,9 +17,8 @@ def experts_down(
 ) -> torch.Tensor:
     """Return every pair's contribution bfloat16 [t k, d]; see the kernel."""
     w2, w2_scales = untiled(w2, w2_scales)
-    made = torch.zeros(len(order), w2.shape[1], dtype=torch.bfloat16, device=codes.device)
-    borders = offsets.tolist()
-    for expert, (begin, end) in enumerate(pairwise(borders)):
-        x = decode_q8(codes[begin:end], scales[begin:end])
-        made[order[begin:end].long()] = (x @ decode_q4(w2[expert], w2_scales[expert]).T).bfloat16()
-    return made
+    rows = decode_q8(codes, scales)
+    made = rows.new_zeros(len(order), w2.shape[1])
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        made[order[begin:end].long()] = rows[begin:end] @ decode_q4(w2[expert], w2_scales[expert]).T
+    return made.bfloat16()

@@ -49,7 +49,7 @@ def decode_q4kv(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def exponent_ceil(values: torch.Tensor) -> torch.Tensor:
     """Return e8m0 codes of the least powers of two not below positive, normal values, by the bits of the float."""
-    bits = values.contiguous().view(torch.int32)
+    bits = values.to(torch.float32).contiguous().view(torch.int32)
     return ((bits >> 23) + (bits & 0x7FFFFF).ne(0)).to(torch.uint8)
 
 
@@ -78,7 +78,7 @@ def e2m1_code(values: torch.Tensor) -> torch.Tensor:
 def e2m1_value(packed: torch.Tensor) -> torch.Tensor:
     """Return float32 [..., 2n] of packed codes [..., n]."""
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return torch.tensor((*E2M1, *(-value for value in E2M1)), device=packed.device)[codes.long()]
+    return torch.tensor((*E2M1, *(-value for value in E2M1)), device=packed.device)[codes.long()].float()
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

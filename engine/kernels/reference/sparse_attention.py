@@ -26,7 +26,7 @@ def sparse_attention(
     made = torch.empty_like(queries)
     width, per_page = queries.shape[2], entries.shape[1]
     for i in range(len(queries)):
-        first = max(int(positions[i]) - window + 1, int(floors[i]), 0)
+        first = min(max(int(positions[i]) - window + 1, int(floors[i]), 0), int(positions[i]) + 1)
         seen = torch.arange(first, int(positions[i]) + 1, device=queries.device) % ring.shape[1]
         rows = ring[record[i], seen]
         keys = decode_q8(rows[:, :width], rows[:, width:])

@@ -24,8 +24,10 @@ def store_entries(
     values = pending[index]  # [n, m, 1 or 2, D]
     pooled = values[:, 0, 0] if values.shape[2] == 1 else (values[:, :, 1].softmax(1) * values[:, :, 0]).sum(1)
     latents = normalised(pooled.bfloat16(), norm, eps)
-    entries[page, at] = torch.cat(q4kv(turned(latents, cos, sin)), 1)
+    kept = page >= 0
+    page, at = page[kept], at[kept]
+    entries[page, at] = torch.cat(q4kv(turned(latents, cos, sin)), 1)[kept]
     projected = (latents.float() @ wk.float().T).bfloat16()
     codes, scales = q4(turned(normalised(projected, key_norm, eps), cos, sin))
-    key_codes[page, at] = codes
-    key_scales[page, at] = scales
+    key_codes[page, at] = codes[kept]
+    key_scales[page, at] = scales[kept]

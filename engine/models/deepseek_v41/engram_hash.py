@@ -87,6 +87,10 @@ class NgramHash:
         self.num_rows = tuple(int(n) for n in primes.sum(1))
         """Rows that each layer's table must have."""
 
+    def columns(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Return multipliers int64 [max_ngram], primes and offsets int64 [columns], and the padding id of one table."""
+        return self._multipliers[number], self._primes[number].flatten(), self._offsets[number].flatten(), self._pad
+
     def rows(self, ngrams: torch.Tensor) -> torch.Tensor:
         """Return int64 [layers, t, columns]: table rows of each engram layer.
 

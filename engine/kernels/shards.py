@@ -1,0 +1,41 @@
+"""What a look-up of n-grams is told besides the tokens: the hash of a layer, and the shards of its table.
+
+A shard may lie on the device that gathers, on another one that it can read, or in pinned host memory: kernels get
+addresses, references the tensors. Knows no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class NgramColumns:
+    """The hash of one layer; c columns, n-grams of up to n tokens, shorter ones first."""
+
+    multipliers: torch.Tensor  # int64 [n], newest token first
+    primes: torch.Tensor  # int64 [c]
+    offsets: torch.Tensor  # int64 [c] first table row of each column
+    pad: int
+    """Compressed id that stands for tokens that do not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableShards:
+    """A table of e4m3 rows, cut into shards of `rows_each` rows (the last may have fewer)."""
+
+    codes: tuple[torch.Tensor, ...]  # uint8 [rows, width] each
+    scales: tuple[torch.Tensor, ...]  # uint8 [rows, width / 32] each
+    addresses: torch.Tensor  # int64 [2, shards] of codes and scales, on the device that gathers
+    rows_each: int
+
+
+def table_shards(codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], device: torch.device) -> TableShards:
+    """Return shards that kernels on `device` can read; all but the last must be equally long."""
+    each = len(codes[0])
+    assert all(len(part) == each for part in codes[:-1])
+    assert len(codes[-1]) <= each
+    assert all(part.is_contiguous() for part in (*codes, *scales))
+    addresses = torch.tensor([[part.data_ptr() for part in parts] for parts in (codes, scales)], device=device)
+    return TableShards(tuple(codes), tuple(scales), addresses, each)

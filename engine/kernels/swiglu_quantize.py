@@ -1,0 +1,40 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+"""The inner activation of a dense gated block: clamped SwiGLU, then quantized for the second projection."""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.device import q8_code
+
+
+@triton.jit
+def _swiglu_quantize(X, CODES, SCALES, limit, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < INNER
+    gate = tl.load(X + row * (2 * INNER) + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + row * (2 * INNER) + INNER + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    made = (gate * tl.sigmoid(gate) * tl.clamp(up, -limit, limit)).to(tl.bfloat16).to(tl.float32)
+    codes, scales = q8_code(tl.reshape(made, (BLOCK // 32, 32)))
+    tl.store(CODES + row * INNER + at, tl.reshape(codes, (BLOCK,)), mask=inside)
+    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    tl.store(SCALES + row * (INNER // 32) + group, scales.to(tl.uint8), mask=group < INNER // 32)
+
+
+def swiglu_quantize(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3 codes uint8 [t, I] and e8m0 scales uint8 [t, I / 32] of silu(min(gate, limit)) * clamp(up, +-limit).
+
+    `x` bfloat16 [t, 2 I] contiguous, gates first; I a multiple of 32. The product is rounded to bfloat16 before it is
+    quantized.
+    """
+    rows, inner = x.shape[0], x.shape[1] // 2
+    codes = torch.empty(rows, inner, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, inner // 32, dtype=torch.uint8, device=x.device)
+    block = min(1024, triton.next_power_of_2(inner))
+    if rows:
+        _swiglu_quantize[(rows, triton.cdiv(inner, block))](
+            x, codes, scales, limit, INNER=inner, BLOCK=block, num_warps=4
+        )
+    return codes, scales

@@ -1,0 +1,172 @@
+"""The attention sublayer on a device: projections, stores, selection and attention over packed rows, output projection.
+
+Shape legend: t tokens, d hidden, H heads, D head dim, G output groups, k selected entries.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.memory import DeviceMemory, EntryPages
+from engine.models.deepseek_v41.device.ops import Ops
+from engine.models.deepseek_v41.device.parts import AttentionParts, bits_of
+from engine.models.deepseek_v41.device.rows import DeviceStep
+from engine.models.deepseek_v41.device.selection import Selections
+from engine.models.deepseek_v41.device.turns import Turn
+from engine.models.deepseek_v41.device.windows import Windows
+from engine.models.deepseek_v41.layer_map import LayerPlan
+
+_MULTIPROCESSORS = 132
+_TILE = 64
+"""Keys that attention takes at a time."""
+_FIXED_SPLITS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The collapsed, normalised input of a sublayer, and what a quantized linear reads of it."""
+
+    values: torch.Tensor  # bfloat16 [t, d]
+    codes: torch.Tensor  # uint8 [t, d]
+    scales: torch.Tensor  # uint8 [t, d / 32]
+
+    def take(self, rows: torch.Tensor) -> "Inputs":
+        """Return some rows."""
+        return Inputs(self.values[rows], self.codes[rows], self.scales[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """What all layers share while a step goes through them."""
+
+    step: DeviceStep
+    memory: DeviceMemory
+    ops: Ops
+    windows: Windows
+    selections: Selections
+    fixed: bool
+    """A row's bits depend on the row alone (A14)."""
+
+
+def splits_of(rows: int, keys: int, *, fixed: bool) -> int:
+    """Return in how many parts the keys of a row are attended side by side: few rows alone would not fill a device."""
+    tiles = max(1, keys // _TILE)
+    return min(tiles, _FIXED_SPLITS if fixed else max(1, _MULTIPROCESSORS // max(1, rows)))
+
+
+class DeviceAttention:
+    """One attention sublayer."""
+
+    def __init__(self, parts: AttentionParts, plan: LayerPlan, config: V41Config) -> None:
+        self._parts = parts
+        self._plan = plan
+        self._heads = config.num_heads
+        self._latent = config.q_lora_rank
+        self._window = config.window
+        self._eps = config.norm_eps
+        self._index_heads = config.index.num_heads
+        self._index_scale = config.index.head_dim**-0.5 * config.index.num_heads**-0.5
+
+    def write_entries(self, inputs: Inputs, run: StepRun) -> None:
+        """Store the entries and index keys that the step completes, for an owner; reads all rows of the step."""
+        pooling, step, ops = self._parts.pooling, run.step, run.ops
+        if pooling is None:
+            return
+        m, tokens = self._plan.m, step.tokens
+        fresh = ops.plain_linear(inputs.values, pooling.weight, fixed=run.fixed)
+        pending, index = (fresh[:, None], torch.arange(len(fresh), device=fresh.device)[:, None])
+        if m > 1:
+            pending, index = self._with_pending(fresh, run)
+        positions = tokens.positions
+        done = (tokens.slots >= 0) & ((positions + 1) % m == 0)
+        if step.write_from is not None:
+            done = done & (positions >= step.write_from)
+        held: EntryPages = run.memory.owners[self._plan.index]
+        page_tokens = held.each * m
+        page = tokens.slots.div(page_tokens, rounding_mode="floor").masked_fill(~done, -1)
+        at = (tokens.slots.clamp(min=0) % page_tokens).div(m, rounding_mode="floor")
+        turn = run.step.turn(self._plan.rope, self._plan.m)
+        ops.store_entries(
+            pending, index, pooling.norm, pooling.wk, pooling.key_norm, turn.cos, turn.sin, page, at,
+            held.entries, held.key_codes, held.key_scales, self._eps,
+        )  # fmt: skip
+
+    def _with_pending(self, fresh: torch.Tensor, run: StepRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pending rows [t + b, 2, D] and the indices int64 [t, 2] of those that make each token's entry.
+
+        Behind the step's own rows lie those of the token before each sequence's first one. Keeps the last rows for
+        later steps.
+        """
+        step, ring = run.step, run.memory.pending[self._plan.index]
+        tokens, sequences = step.tokens, step.sequences
+        slots = ring.shape[1]
+        old = ring[sequences.rows, (sequences.start - 1) % slots]
+        number = torch.arange(len(fresh), device=fresh.device)
+        is_first = number == sequences.first[tokens.owner]
+        before = torch.where(is_first, len(fresh) + tokens.owner, (number - 1).clamp(min=0))
+        last = tokens.positions >= sequences.end[tokens.owner] - slots
+        record = tokens.record.masked_fill(~(last & (tokens.slots >= 0)), -1)
+        run.ops.commit_ring(fresh.view(torch.uint8), number, record, tokens.positions, ring.view(torch.uint8))
+        return torch.cat((fresh, old)).unflatten(1, (2, -1)), torch.stack((before, number), 1)
+
+    def forward(self, inputs: Inputs, run: StepRun) -> torch.Tensor:
+        """Return the sublayer's output bfloat16 [t, d]; stores the window rows of its tokens."""
+        parts, ops, plan = self._parts, run.ops, self._plan
+        turn = run.step.turn(plan.rope)
+        queries, latents, asked = self.projected(inputs, turn, ops, fixed=run.fixed)
+        windows, ring = run.windows, run.memory.windows[plan.index]
+        rows = windows.rows(ring)
+        self.store(latents, turn, (windows.store, windows.at(rows)), rows, ops)
+        windows.commit(ring, rows)
+        if parts.asking is not None:
+            heads = ops.dense_linear(*asked, *bits_of(parts.asking.queries), fixed=run.fixed)
+            heads = ops.index_queries(heads.unflatten(1, (self._index_heads, -1)), turn.cos, turn.sin)
+            weights = ops.plain_linear(inputs.values, parts.asking.weights, fixed=run.fixed) * self._index_scale
+            assert plan.kv_source is not None
+            run.selections.select(plan, heads, weights, run.memory.owners[plan.kv_source])
+        attended = self._attend(queries, rows, windows.record, run)
+        return self.project(attended.flatten(1), run.ops, fixed=run.fixed)
+
+    def projected(
+        self, inputs: Inputs, turn: Turn, ops: Ops, *, fixed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return rotated queries bfloat16 [t, H, D], window latents [t, D], and the query latents' codes and scales."""
+        parts = self._parts
+        both = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.wqkv), fixed=fixed)
+        _, *asked = ops.rms_quantize(both[:, : self._latent], parts.q_norm, self._eps)
+        queries = ops.dense_linear(*asked, *bits_of(parts.wq_b), fixed=fixed).unflatten(1, (self._heads, -1))
+        ops.turn_heads(queries, turn.cos, turn.sin)
+        return queries, both[:, self._latent :], (asked[0], asked[1])
+
+    def store(
+        self, latents: torch.Tensor, turn: Turn, places: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, ops: Ops
+    ) -> None:
+        """Store the window rows of latents [t, D] in `rows` at `places` (record, -1: nowhere; place in it)."""
+        ops.store_window(latents, self._parts.kv_norm, turn.cos, turn.sin, *places, rows, self._eps)
+
+    @property
+    def sink(self) -> torch.Tensor:
+        """float32 [H]"""
+        return self._parts.sink
+
+    def _attend(self, queries: torch.Tensor, rows: torch.Tensor, record: torch.Tensor, run: StepRun) -> torch.Tensor:
+        plan, tokens = self._plan, run.step.tokens
+        turn = run.step.turn(plan.rope)
+        if plan.index_source is None:
+            selection = torch.empty(len(queries), 0, dtype=torch.int32, device=queries.device)
+            entries = next(iter(run.memory.owners.values())).entries
+        else:
+            assert plan.kv_source is not None
+            selection = run.selections.of(plan.index_source)
+            entries = run.memory.owners[plan.kv_source].entries
+        splits = splits_of(len(queries), self._window + selection.shape[1], fixed=run.fixed)
+        return run.ops.sparse_attention(
+            queries, rows, record, tokens.positions, tokens.floors, self._window, entries, run.step.sequences.pages,
+            tokens.owner, selection, self._parts.sink, turn.cos, turn.sin, splits,
+        )  # fmt: skip
+
+    def project(self, attended: torch.Tensor, ops: Ops, *, fixed: bool) -> torch.Tensor:
+        """Map attention's result bfloat16 [t, H D], turned back, to [t, d]: both projections are quantized linears."""
+        grouped = ops.dense_linear(*ops.quantize_rows(attended), *bits_of(self._parts.wo_a), fixed=fixed)
+        return ops.dense_linear(*ops.quantize_rows(grouped), *bits_of(self._parts.wo_b), fixed=fixed)

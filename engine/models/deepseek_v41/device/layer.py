@@ -1,0 +1,146 @@
+"""One layer on a device: streams and the input of its attention in, streams and the input of the next layer out.
+
+Expanding a sublayer's output over the streams, collapsing them for the next sublayer, its norm and quantization are one
+op, because the coefficients of a collapse are known before the streams are (single-pass mixing). So a layer ends with the
+norm of whatever comes next.
+
+Shape legend: t tokens, hc streams, d hidden.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.attention import DeviceAttention, Inputs, StepRun
+from engine.models.deepseek_v41.device.ops import Ops
+from engine.models.deepseek_v41.device.parts import LayerParts, Mix, MoeParts, bits_of
+from engine.models.deepseek_v41.layer_map import LayerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What passes from layer to layer: always all of it, whatever happens to the rows."""
+
+    streams: torch.Tensor  # bfloat16 [t, hc, d]
+    pre: torch.Tensor  # float32 [t, hc] what the streams were collapsed with
+    inputs: Inputs
+
+    def take(self, rows: torch.Tensor) -> "Flow":
+        """Return some rows."""
+        return Flow(self.streams[rows], self.pre[rows], self.inputs.take(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Coefficients of one sublayer, float32 [t, hc], [t, hc], [t, hc, hc]."""
+
+    pre: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+class DeviceLayer:
+    """A backbone layer or a draft stage."""
+
+    def __init__(
+        self, parts: LayerParts, plan: LayerPlan, config: V41Config, top_k: int, next_norm: torch.Tensor
+    ) -> None:
+        """`next_norm` float32 [d]: of the next layer's attention, or the model's last."""
+        self.plan = plan
+        self.attention = DeviceAttention(parts.attn, plan, config)
+        self._parts = parts
+        self._next_norm = next_norm
+        self._eps, self._mix_eps = config.norm_eps, config.mhc.eps
+        self._moe = DeviceMoe(parts.moe, config, top_k)
+
+    def recall(self, flow: Flow, ngrams: torch.Tensor, token_map: torch.Tensor, run: StepRun) -> Flow:
+        """Apply the layer's n-gram memory to the streams before it; `ngrams` int64 [t, n]."""
+        parts = self._parts.engram
+        assert parts is not None
+        codes, scales = run.ops.engram_lookup(ngrams, token_map, parts.columns, parts.table)
+        projected = run.ops.dense_linear(codes, scales, *bits_of(parts.wkv), fixed=run.fixed)
+        is_image = run.step.tokens.kinds == 1
+        streams = run.ops.engram_gate(flow.streams, projected, parts.weight, is_image, self._eps)
+        return self.enter(streams, flow.pre, run.ops)
+
+    def enter(self, streams: torch.Tensor, pre: torch.Tensor, ops: Ops) -> Flow:
+        """Return the flow into this layer of streams that no layer has prepared its input of."""
+        rows, hc, width = streams.shape
+        nothing = streams.new_zeros(rows, width)
+        post = pre.new_zeros(rows, hc)
+        same = torch.eye(hc, device=pre.device).expand(rows, hc, hc).contiguous()
+        kept, *inputs = ops.mix_streams(nothing, streams, post, same, pre, self._parts.attn_norm, self._eps)
+        return Flow(kept, pre, Inputs(*inputs))
+
+    def forward(self, flow: Flow, run: StepRun) -> Flow:
+        """Return the flow behind the layer."""
+        mixed = self._mix(flow.streams, self._parts.mix_attn, run.ops)
+        attended = self.attention.forward(flow.inputs, run)
+        return self.finish(flow, mixed, attended, run.step.tokens.kinds, run.ops, fixed=run.fixed)
+
+    def mixed(self, flow: Flow, ops: Ops) -> Mixed:
+        """Return the coefficients of the attention sublayer."""
+        return self._mix(flow.streams, self._parts.mix_attn, ops)
+
+    def finish(
+        self, flow: Flow, mixed: Mixed, attended: torch.Tensor, kinds: torch.Tensor, ops: Ops, *, fixed: bool
+    ) -> Flow:
+        """Return the flow behind the layer, given the attention sublayer's coefficients and output [t, d].
+
+        `kinds` int32 [t] as in `TokenRows`.
+        """
+        parts = self._parts
+        streams, *inputs = ops.mix_streams(
+            attended, flow.streams, mixed.post, mixed.comb, mixed.pre, parts.ffn_norm, self._eps
+        )
+        then = self._mix(streams, parts.mix_ffn, ops)
+        made = self._moe.forward(Inputs(*inputs), kinds, ops, fixed=fixed)
+        streams, *inputs = ops.mix_streams(made, streams, then.post, then.comb, then.pre, self._next_norm, self._eps)
+        return Flow(streams, then.pre, Inputs(*inputs))
+
+    def _mix(self, streams: torch.Tensor, mix: Mix, ops: Ops) -> Mixed:
+        return Mixed(*ops.stream_coefficients(streams, mix.fn, mix.scale, mix.base, self._eps, self._mix_eps))
+
+
+class DeviceMoe:
+    """The feed-forward sublayer."""
+
+    def __init__(self, parts: MoeParts, config: V41Config, top_k: int) -> None:
+        self._parts = parts
+        self._config = config.moe
+        self._top_k = top_k
+        self._eps = config.moe.weight_eps
+
+    def forward(self, inputs: Inputs, kinds: torch.Tensor, ops: Ops, *, fixed: bool) -> torch.Tensor:
+        """Map rows to bfloat16 [t, d]; `kinds` int32 [t] as in `TokenRows`."""
+        parts, config = self._parts, self._config
+        logits = ops.plain_linear(inputs.values, parts.gate, fixed=fixed)
+        experts, weights = ops.choose_routes(
+            logits, parts.bias, kinds, self._top_k, config.gate_temp, self._eps, config.route_scale
+        )
+        order, offsets = ops.sort_routes(experts, len(parts.gate))
+        inner = ops.experts_up(
+            inputs.codes, inputs.scales, order, offsets, parts.w13, parts.w13_scales, weights, config.swiglu_limit
+        )
+        made = ops.experts_down(*inner, order, offsets, parts.w2, parts.w2_scales)
+        shared = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.shared_w13), fixed=fixed)
+        shared = ops.swiglu_quantize(shared, config.swiglu_limit)
+        return ops.combine_experts(made, ops.dense_linear(*shared, *bits_of(parts.shared_w2), fixed=fixed))
+
+
+def layers_of(
+    parts: tuple[LayerParts, ...], plans: tuple[LayerPlan, ...], config: V41Config, top_k: int, last_norm: torch.Tensor
+) -> tuple[DeviceLayer, ...]:
+    """Return a run of layers; `last_norm` float32 [d] is of what comes behind."""
+    norms = [*(layer.attn_norm for layer in parts[1:]), last_norm]
+    return tuple(
+        DeviceLayer(one, plan, config, top_k, norm) for one, plan, norm in zip(parts, plans, norms, strict=True)
+    )
+
+
+def first_flow(rows: torch.Tensor, hc: int, norm: torch.Tensor, eps: float, ops: Ops) -> Flow:
+    """Return the flow into the first layer of embeddings bfloat16 [t, d]: all streams are equal, stream 0 is read."""
+    pre = torch.zeros(len(rows), hc, device=rows.device)
+    pre[:, 0] = 1
+    return Flow(rows[:, None].repeat(1, hc, 1), pre, Inputs(*ops.rms_quantize(rows, norm, eps)))

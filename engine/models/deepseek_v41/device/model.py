@@ -1,0 +1,145 @@
+"""DeepSeek-V4.1 on a device: the same layers, rules and KV bytes as `engine.models.deepseek_v41.model`, over fused ops.
+
+Streams and the values between ops are bfloat16, as published; sums, statistics and coefficients are float32. The forward
+neither waits for the device nor has shapes that depend on values, so that a step without replay floors can be captured
+where every op is a kernel. Stateless but for its weights; used by one executor thread.
+
+Shape legend: t tokens, hc streams, d hidden, V vocabulary.
+"""
+
+import torch
+
+from core.kv import KVLayout
+from engine.batch import ForwardBatch
+from engine.kernels.ops import PROVIDERS, Provider
+from engine.models.deepseek_v41.caches import CacheMap
+from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.attention import StepRun
+from engine.models.deepseek_v41.device.layer import Flow, first_flow, layers_of
+from engine.models.deepseek_v41.device.memory import DeviceMemory
+from engine.models.deepseek_v41.device.ops import Ops, check_supported, ops_of
+from engine.models.deepseek_v41.device.parts import ModelParts
+from engine.models.deepseek_v41.device.rows import DeviceStep
+from engine.models.deepseek_v41.device.selection import Selections
+from engine.models.deepseek_v41.device.turns import Turns
+from engine.models.deepseek_v41.device.windows import Windows
+from engine.models.deepseek_v41.step import DecoderReplay, check_replay
+from engine.models.drafter import Captures
+from engine.models.model import ImageEncoder, KVTensors, ModelFacts
+
+
+class DeviceDeepseekModel:
+    """Implements `engine.models.model.Model` and `GraphModel`."""
+
+    def __init__(
+        self,
+        config: V41Config,
+        parts: ModelParts,
+        facts: ModelFacts,
+        *,
+        replay: DecoderReplay | None = None,
+        image_encoder: ImageEncoder | None = None,
+        providers: tuple[Provider, ...] = PROVIDERS,
+    ) -> None:
+        """Raises `ConfigError` for models whose forms only the CPU has."""
+        check_supported(config)
+        self.facts = facts
+        self.device = parts.embed.device
+        self.image_encoder = image_encoder
+        self.config = config
+        self.parts = parts
+        self.replay = replay or DecoderReplay()
+        check_replay(self.replay, config, 1 + (config.dspark.block_size if config.dspark else 0))
+        self._providers = providers
+        self._turns = Turns(config, self.device)
+        self.layers = layers_of(parts.layers, config.layers, config, config.moe.top_k, parts.norm)
+        self._maps: dict[int, CacheMap] = {}
+        self._ops: dict[int, Ops] = {}
+        self.executed_rows = [0] * config.num_layers
+        """Per layer, rows that ran through its attention and feed-forward so far; captured steps count once."""
+
+    def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
+        """Return the components of the CPU's model; raises `ConfigError` if a page would split a group of tokens."""
+        return self.cache_map(page_tokens).layout(num_pages, num_rows)
+
+    def cache_map(self, page_tokens: int) -> CacheMap:
+        """Return where everything lies."""
+        found = self._maps.get(page_tokens)
+        if found is None:
+            found = self._maps[page_tokens] = CacheMap(self.config, page_tokens, "f32")
+        return found
+
+    def ops(self, page_tokens: int) -> Ops:
+        """Return what the model computes with."""
+        found = self._ops.get(page_tokens)
+        if found is None:
+            found = self._ops[page_tokens] = ops_of(self.config, page_tokens, self.device, self._providers)
+        return found
+
+    def graph_ready(self, batch: ForwardBatch) -> bool:
+        """Return whether the forward of such a batch can be captured: no floors, no images, no chunk of a prompt."""
+        rows = batch.device_rows
+        step_tokens = self.cache_map(batch.page_tokens).step_tokens
+        is_plain = batch.replay is None and batch.images is None and rows is not None and rows.max_q <= step_tokens
+        return is_plain and self.ops(batch.page_tokens).captured
+
+    def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
+        """Write KV of all query tokens, return logits float32 [m, V] for `batch.sample_at`."""
+        return self._run(batch, kv)[0]
+
+    def _run(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
+        """Return logits, and the captures of every row that ran with a decoder window of its own."""
+        if not len(batch.token_ids):
+            return self._nothing()
+        step = DeviceStep(self.config, self.replay, batch, self._turns, self.device)
+        memory = DeviceMemory(self.cache_map(batch.page_tokens), kv)
+        run = self._shared(step, memory, self.ops(batch.page_tokens), fixed=batch.deterministic)
+        flow = self._embed(step, batch, run)
+        ngrams = None if self.config.engram is None else step.ngrams(self.config.engram.max_ngram)
+        captures: list[torch.Tensor] = []
+        for layer in self.layers:
+            if layer.plan.has_engram:
+                assert ngrams is not None
+                assert self.parts.token_map is not None
+                flow = layer.recall(flow, ngrams, self.parts.token_map, run)
+            if layer.plan.is_captured:
+                captures.append(flow.streams.float().mean(1))
+            layer.attention.write_entries(flow.inputs, run)
+            if layer.plan.index == self.config.decoder_start:
+                kept = step.enter_decoder()
+                if kept is not None:
+                    if not len(kept):
+                        return self._nothing()
+                    flow = flow.take(kept)
+                run = self._shared(step, memory, run.ops, fixed=run.fixed)
+            self.executed_rows[layer.plan.index] += step.tokens.count
+            flow = layer.forward(flow, run)
+        logits = run.ops.plain_linear(flow.inputs.values[step.sampled()], self.parts.head, fixed=run.fixed)
+        return logits, self._captures(captures, step)
+
+    def _shared(self, step: DeviceStep, memory: DeviceMemory, ops: Ops, *, fixed: bool) -> StepRun:
+        windows = Windows(step, self.config.window, memory.step_tokens, ops)
+        return StepRun(step, memory, ops, windows, Selections(step, self.config, ops), fixed)
+
+    def _embed(self, step: DeviceStep, batch: ForwardBatch, run: StepRun) -> Flow:
+        rows = self.parts.embed[step.ids]
+        if batch.images is not None:
+            rows[batch.images.at.to(self.device)] = batch.images.rows.to(self.device, torch.bfloat16)
+        hc = self.config.mhc.mult
+        return first_flow(rows, hc, self.parts.layers[0].attn_norm, self.config.norm_eps, run.ops)
+
+    def _captures(self, captures: list[torch.Tensor], step: DeviceStep) -> Captures:
+        if not captures:
+            return self._nothing()[1]
+        tokens = step.tokens
+        at = torch.arange(len(step.ids), device=self.device) if tokens.at is None else tokens.at
+        values = torch.cat(captures, 1).bfloat16()
+        if step.write_from is None:
+            return Captures(at, values)
+        return Captures(at[tokens.kept], values[tokens.kept])
+
+    def _nothing(self) -> tuple[torch.Tensor, Captures]:
+        width = len(self.config.dspark.target_layers) * self.config.hidden_size if self.config.dspark else 0
+        logits = torch.zeros(0, self.config.vocab_size, device=self.device)
+        at = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return logits, Captures(at, torch.zeros(0, width, dtype=torch.bfloat16, device=self.device))

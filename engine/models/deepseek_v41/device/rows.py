@@ -1,0 +1,205 @@
+"""What layers must know of a step's tokens besides their streams, as tensors on the device.
+
+Made of a batch's own tensors without waiting for the device, so that it can be captured; where rows of a prompt stay out
+of the decoder, the host arrays of the batch say which. Padding tokens belong to nobody: they see and store nothing.
+Knows no weights and no KV.
+
+Shape legend: b sequences, t tokens, W window.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import DeviceRows, ForwardBatch, RowReplay
+from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.turns import Turn, Turns
+from engine.models.deepseek_v41.engram_hash import NO_TOKEN
+from engine.models.deepseek_v41.replay import COMPACT, OFF
+from engine.models.deepseek_v41.step import DecoderReplay
+
+I64 = npt.NDArray[np.int64]
+
+_NEVER = 1 << 40
+"""A window floor above every position."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The t tokens that a run of layers computes; all tensors have t elements, int64 unless said."""
+
+    at: torch.Tensor | None
+    """Indices into the batch's tokens; None: all of them."""
+    owner: torch.Tensor
+    """Sequence in the batch; 0 for padding."""
+    record: torch.Tensor
+    """Engine row; 0 for padding."""
+    positions: torch.Tensor
+    slots: torch.Tensor
+    """Where the token's KV goes in pages; -1 for padding."""
+    floors: torch.Tensor
+    """Lowest position of its window."""
+    kept: torch.Tensor
+    """bool: its window row goes into the ring."""
+    kinds: torch.Tensor
+    """int32: 1 for a token of an image, 0 for text, -1 for padding."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The b sequences of a step on the device."""
+
+    rows: torch.Tensor  # int64 [b]
+    start: torch.Tensor  # int64 [b] position of the first token
+    end: torch.Tensor  # int64 [b] position behind the last token
+    first: torch.Tensor  # int64 [b] index of the first token
+    pages: torch.Tensor  # int32 [b, p]
+
+
+class DeviceStep:
+    """One batch on a device; `tokens` becomes narrower where the decoder begins, if rows leave there."""
+
+    def __init__(
+        self, config: V41Config, replay: DecoderReplay, batch: ForwardBatch, turns: Turns, device: torch.device
+    ) -> None:
+        self._config = config
+        self._replay = replay
+        self._batch = batch
+        self._device = device
+        self._turns = turns
+        self._made: dict[tuple[str, int], Turn] = {}
+        laid = batch.device_rows or _laid(batch, device)
+        self.max_tokens = laid.max_q
+        """Most tokens of one sequence."""
+        start, q_start = laid.seq_start.long(), laid.q_start.long()
+        lengths = q_start[1:] - q_start[:-1]
+        pages = batch.page_table.to(device, torch.int32)
+        self.sequences = Sequences(laid.rows.long(), start, start + lengths, q_start[:-1], pages)
+        self.ids = batch.token_ids.to(device)
+        slots = batch.slots.to(device)
+        number = torch.arange(len(self.ids), device=device)
+        # Of sequences without tokens, none is the last one that begins at or before a token.
+        owner = torch.searchsorted(q_start[1:], number, right=True).clamp(max=len(lengths) - 1)
+        is_real = slots >= 0
+        owner = owner.masked_fill(~is_real, 0)
+        image = config.image_token_id
+        kinds = torch.zeros_like(self.ids, dtype=torch.int32) if image is None else (self.ids == image).int()
+        positions = batch.positions.to(device)
+        floors = self._floors(batch, "encoder")
+        lowest = floors[owner].masked_fill(~is_real, _NEVER) if floors is not None else (~is_real) * _NEVER
+        self.tokens = TokenRows(
+            at=None,
+            owner=owner,
+            record=self.sequences.rows[owner].masked_fill(~is_real, 0),
+            positions=positions,
+            slots=slots,
+            floors=lowest,
+            kept=positions >= lowest,
+            kinds=kinds.masked_fill(~is_real, -1),
+        )
+        self.write_from: torch.Tensor | None = None
+        """int64 [t]: tokens below write no entries; None: all do."""
+        if batch.replay is not None:
+            self.write_from = torch.from_numpy(batch.replay.write_from.astype(np.int64)).to(device)[owner]
+
+    def _floors(self, batch: ForwardBatch, part: str) -> torch.Tensor | None:
+        """Return int64 [b]: the window floors of a part of the model; None: there are none."""
+        found = batch.replay
+        if found is None:
+            return None
+        floors = found.encoder_floor.astype(np.int64) if part == "encoder" else self._decoder_floors(found)
+        return torch.from_numpy(np.maximum(floors, 0)).to(self._device)
+
+    def _decoder_floors(self, floors: RowReplay) -> I64:
+        known = floors.known_tokens.astype(np.int64)
+        narrowed = np.maximum(floors.encoder_floor, known - self._replay.keep)
+        return np.where(known > 0, narrowed, floors.encoder_floor).astype(np.int64)
+
+    def enter_decoder(self) -> torch.Tensor | None:
+        """Go on with the decoder's rows; return int64 indices of those that stay, None if all do."""
+        batch = self._batch
+        if batch.replay is None or self._replay.mode == OFF:
+            return None
+        floors = self._floors(batch, "decoder")
+        assert floors is not None
+        tokens = self.tokens
+        # Padding keeps the floor that it has.
+        lowest = torch.maximum(floors[tokens.owner], tokens.floors)
+        tokens = self.tokens = replace(tokens, floors=lowest, kept=tokens.positions >= lowest)
+        if self._replay.mode != COMPACT:
+            return None
+        at = self._staying(batch)
+        if at is None:
+            return None
+        kept = torch.from_numpy(at).to(self._device)
+        self._made.clear()
+        self.tokens = TokenRows(
+            at=kept,
+            owner=tokens.owner[kept],
+            record=tokens.record[kept],
+            positions=tokens.positions[kept],
+            slots=tokens.slots[kept],
+            floors=tokens.floors[kept],
+            kept=tokens.kept[kept],
+            kinds=tokens.kinds[kept],
+        )
+        return kept
+
+    def _staying(self, batch: ForwardBatch) -> I64 | None:
+        """Return the batch's tokens at or above their decoder floor; None if these are all."""
+        assert batch.replay is not None
+        lengths = np.diff(batch.q_start).astype(np.int64)
+        skipped = np.clip(self._decoder_floors(batch.replay) - batch.seq_start, 0, lengths)
+        if not skipped.any():
+            return None
+        inside = np.arange(int(batch.q_start[-1])) - np.repeat(batch.q_start[:-1], lengths)
+        return np.flatnonzero(inside >= np.repeat(skipped, lengths))
+
+    def turn(self, rope: str, group: int = 1) -> Turn:
+        """Return the turns of all tokens; with `group`, of the first token of the entry that each one completes."""
+        key = (rope, group)
+        if key not in self._made:
+            self._made[key] = self._turns.at(rope, (self.tokens.positions - (group - 1)).clamp(min=0))
+        return self._made[key]
+
+    def visible(self, m: int) -> torch.Tensor:
+        """Return int32 [t]: the entries of m tokens each that every token sees."""
+        seen = (self.tokens.positions + 1).div(m, rounding_mode="floor")
+        return seen.masked_fill(self.tokens.slots < 0, 0).int()
+
+    def ngrams(self, length: int) -> torch.Tensor:
+        """Return int64 [t, length]: every token of the batch, then older ones; `NO_TOKEN` where there is none."""
+        batch, image = self._batch, self._config.image_token_id
+        assert batch.history is not None
+        history = batch.history.to(self._device)
+        owner = self.tokens.owner
+        number = torch.arange(len(self.ids), device=self._device)
+        back = torch.arange(length, device=self._device)
+        inside = (number - self.sequences.first[owner])[:, None] - back
+        own = self.ids[(number[:, None] - back).clamp(min=0)]
+        before = history[owner[:, None], (inside + length - 1).clamp(0, length - 2)]
+        found = torch.where(inside >= 0, own, before)
+        return found if image is None else found.masked_fill(found == image, NO_TOKEN)
+
+    def sampled(self) -> torch.Tensor:
+        """Return int64 [m]: the rows, among those that are left, whose logits are wanted."""
+        wanted = self._batch.sample_at.to(self._device)
+        return wanted if self.tokens.at is None else torch.searchsorted(self.tokens.at, wanted)
+
+
+def _laid(batch: ForwardBatch, device: torch.device) -> DeviceRows:
+    """Return the host arrays of a batch on the device."""
+    rows, q_start, seq_start = (
+        torch.from_numpy(part).to(device) for part in (batch.rows, batch.q_start, batch.seq_start)
+    )
+    lengths = np.diff(batch.q_start)
+    return DeviceRows(
+        rows, q_start, seq_start, int(lengths.max(initial=0)), int((batch.seq_start + lengths).max(initial=0))
+    )

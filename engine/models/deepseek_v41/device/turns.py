@@ -1,0 +1,47 @@
+"""Rotary turns of positions, computed where they are needed: a table for a million positions would take half a gigabyte.
+
+Angles are float32 products of position and frequency, as in `rope`. Knows no layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.layers.rotary import RopeScaling, inverse_frequencies
+from engine.models.deepseek_v41.config import V41Config
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Cosine and sine of t rows, float32 [t, rope_dim / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Turns:
+    """Both bases of a model."""
+
+    def __init__(self, config: V41Config, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` of angles: float64 only to compare."""
+        yarn = config.rope_scaling
+        scaling = RopeScaling()
+        if yarn is not None:
+            scaling = RopeScaling(
+                kind="yarn",
+                factor=yarn.factor,
+                beta_fast=yarn.beta_fast,
+                beta_slow=yarn.beta_slow,
+                original_max_positions=yarn.original_max_positions,
+                attention_factor=1.0,
+            )
+        bases = {"window": (config.rope_theta, RopeScaling()), "compress": (config.compress_rope_theta, scaling)}
+        self._frequencies = {
+            kind: inverse_frequencies(config.rope_dim, theta, how, dtype).to(device)
+            for kind, (theta, how) in bases.items()
+        }
+
+    def at(self, kind: str, positions: torch.Tensor) -> Turn:
+        """Return the turns of int64 positions [t]; `kind` is a layer plan's `rope`."""
+        angles = positions.float()[:, None] * self._frequencies[kind]
+        return Turn(angles.cos(), angles.sin())
