@@ -4,10 +4,12 @@ Run by `benchmarks.gateway_peers`: `python -m benchmarks.peers_grpc_worker --set
 being the gateway's model; the other settings are `tests.fakes.sim_worker`'s.
 """
 
+import asyncio
 import datetime as dt
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers_text import TEXT, step_s
 from core.stream import FromGateway, Submit
@@ -25,9 +27,24 @@ def now() -> dt.datetime:
 class PromptDecode(sim_decode.SimDecode):
     """Answers a request for one token without waiting for the step."""
 
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self._due: list[sim_decode.Session] = []
+
     def _command(self, session: sim_decode.Session, frame: FromGateway) -> None:
         super()._command(session, frame)
-        if isinstance(frame, Submit) and frame.request.stop.max_tokens == 1:
+        if (
+            isinstance(frame, Submit)
+            and frame.request.stop.max_tokens == 1
+            and not any(due is session for due in self._due)
+        ):
+            # All that come together are one step, as in an engine.
+            self._due.append(session)
+            asyncio.get_running_loop().call_soon(self._step_due)
+
+    def _step_due(self) -> None:
+        due, self._due = self._due, []
+        for session in due:
             self._step(session)
 
     def _step(self, session: sim_decode.Session) -> None:

@@ -5,6 +5,7 @@ one writer task, owned here, does the writing. Knows no message.
 """
 
 import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -16,6 +17,7 @@ from core.rpc.status import from_status, rebuild
 
 Out = TypeVar("Out")
 In = TypeVar("In")
+Join = Callable[[list[Out]], Iterable[Out]]
 
 ACCEPTED_KEY = "tandem-accepted"
 """Initial metadata by which a service says that it took the stream's first message."""
@@ -28,6 +30,8 @@ class Duplex(Generic[Out, In]):
 
     def __init__(self, channel: aio.Channel, call: aio.StreamStreamCall[Out, In], peer: str, outbox: int) -> None:
         self.peer = peer
+        self.join: Join[Out] | None = None
+        """Makes fewer messages of those that wait; a message costs more than what is in it."""
         self._channel = channel
         self._call = call
         self._outbox: Mailbox[Out] = Mailbox(outbox)
@@ -37,7 +41,7 @@ class Duplex(Generic[Out, In]):
     async def _write_all(self) -> None:
         try:
             while items := await self._outbox.get_all():
-                for item in items:
+                for item in items if self.join is None else self.join(items):
                     await self._call.write(item)
             await self._call.done_writing()
         except (aio.AioRpcError, asyncio.InvalidStateError, aio.UsageError):
@@ -61,14 +65,18 @@ class Duplex(Generic[Out, In]):
         if self._call.done() or not await self._outbox.put(message):
             raise WorkerLost(f"the connection to {self.peer} is lost")
 
-    async def accepted(self, timeout_s: float) -> None:
-        """Wait until the service took the stream; raises the error that it refused with, or `WorkerLost`."""
+    async def accepted(self, timeout_s: float) -> Mapping[str, Any]:
+        """Wait until the service took the stream and return what it said with that.
+
+        Raises the error that it refused with, or `WorkerLost`.
+        """
         cancellations = _cancellations()
         try:
             async with asyncio.timeout(timeout_s):
                 metadata = dict(await self._call.initial_metadata())
                 if ACCEPTED_KEY not in metadata:
                     raise await self._end()
+                return metadata
         except TimeoutError as error:
             raise WorkerLost(f"{self.peer} did not accept the stream in time") from error
         except aio.AioRpcError as error:

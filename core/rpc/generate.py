@@ -30,6 +30,10 @@ from tandem.v1 import generate_pb2_grpc
 
 SERVICE = "tandem.v1.Generate"
 HELLO_TIMEOUT_S = 5.0
+BATCHES_KEY = "tandem-batches"
+"""Initial metadata by which a worker says that it takes `GatewayFrames`; one that does not gets frame by frame."""
+BATCH_BYTES = 1 << 20
+"""Of the frames in one message, about; a larger frame travels alone."""
 OUTBOX_FRAMES = 4096
 """Frames of one gateway process that may wait for one worker: more than a worker has rows."""
 
@@ -94,20 +98,10 @@ class _ServedStream:
             await self._accept()
         pixels = PixelParts()
         async for message in self._requests:
-            if message.HasField("part"):
-                pixels.add(message.part)
-                continue
-            frame = gateway_frame_from_proto(message)
-            match frame:
-                case StreamHello():
-                    raise BadRequest("a stream has only one hello")
-                case Submit():
-                    frame = structs.replace(frame, request=pixels.put_together(str(frame.handle), frame.request))
-                case AbortRequest():
-                    pixels.drop(str(frame.handle))
-                case _:
-                    pass
-            yield frame
+            for each in message.batch.frames if message.HasField("batch") else (message,):
+                frame = _taken(each, pixels)
+                if frame is not None:
+                    yield frame
 
     async def send(self, frame: StepFrame) -> None:
         async with self._writing:
@@ -118,7 +112,25 @@ class _ServedStream:
     async def _accept(self) -> None:
         if not self._accepted:
             self._accepted = True
-            await self._context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+            await self._context.send_initial_metadata(((ACCEPTED_KEY, "1"), (BATCHES_KEY, "1")))
+
+
+def _taken(message: pb.GatewayFrame, pixels: PixelParts) -> FromGateway | None:
+    """Return the frame of a message; None: a part of one to come. Raises `BadRequest`."""
+    if message.HasField("part"):
+        pixels.add(message.part)
+        return None
+    frame = gateway_frame_from_proto(message)
+    match frame:
+        case StreamHello():
+            raise BadRequest("a stream has only one hello")
+        case Submit():
+            return structs.replace(frame, request=pixels.put_together(str(frame.handle), frame.request))
+        case AbortRequest():
+            pixels.drop(str(frame.handle))
+        case _:
+            pass
+    return frame
 
 
 class DecodeStream:
@@ -168,6 +180,25 @@ def _messages(frame: FromGateway) -> Iterator[pb.GatewayFrame]:
     yield gateway_frame_to_proto(frame)
 
 
+def batches(messages: list[pb.GatewayFrame]) -> Iterator[pb.GatewayFrame]:
+    """Yield the same frames in as few messages as their size allows."""
+    batch: list[pb.GatewayFrame] = []
+    size = 0
+    for message in messages:
+        more = message.ByteSize()
+        if batch and size + more > BATCH_BYTES:
+            yield _joined(batch)
+            batch, size = [], 0
+        batch.append(message)
+        size += more
+    if batch:
+        yield _joined(batch)
+
+
+def _joined(messages: list[pb.GatewayFrame]) -> pb.GatewayFrame:
+    return messages[0] if len(messages) == 1 else pb.GatewayFrame(batch=pb.GatewayFrames(frames=messages))
+
+
 class GenerateClient:
     """Opens streams to decode workers on behalf of one gateway process."""
 
@@ -187,7 +218,9 @@ class GenerateClient:
         duplex = Duplex(channel, call, f"decode worker {address}", OUTBOX_FRAMES)
         try:
             duplex.post(gateway_frame_to_proto(hello))
-            await duplex.accepted(max(0.0, give_up_at - loop.time()))
+            said = await duplex.accepted(max(0.0, give_up_at - loop.time()))
+            if BATCHES_KEY in said:
+                duplex.join = batches
         except BaseException:
             await duplex.close(flush_s=0)
             raise

@@ -94,6 +94,54 @@ async def test_images_cross_in_parts_of_bounded_size_and_an_abort_forgets_them()
         await stream.close()
 
 
+async def test_frames_of_one_turn_travel_together_and_arrive_apart_and_in_order(monkeypatch):
+    monkeypatch.setattr(generate, "BATCH_BYTES", 2000)
+    sizes = []
+    joined = generate.batches
+
+    def counting(messages):
+        for message in joined(messages):
+            sizes.append(len(message.batch.frames))
+            yield message
+
+    monkeypatch.setattr(generate, "batches", counting)
+    probe = GenerateProbe()
+    async with probe_server(probe) as address:
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        sent = [Submit(handle=Handle(number), request=a_request()) for number in range(100)]
+        sent[50:50] = [AbortRequest(handle=Handle(3), reason="left"), Ack(sequence=3)]
+        for frame in sent:
+            stream.post(frame)
+        assert [await probe.frames.get() for _ in sent] == sent
+        await stream.close()
+    assert sum(sizes) == len(sent)
+    assert 1 < len(sizes) <= 50, "bounded in bytes, and far fewer than frames"
+
+
+async def test_a_worker_that_does_not_say_that_it_takes_batches_gets_single_frames(monkeypatch):
+    monkeypatch.setattr(generate, "batches", lambda _: pytest.fail("an older worker would refuse it"))
+    served = generate._ServedStream._accept
+
+    async def silent(self):
+        await self._context.send_initial_metadata(((generate.ACCEPTED_KEY, "1"),))
+        self._accepted = True
+
+    async def older(self):
+        if not self._accepted:
+            await silent(self)
+
+    monkeypatch.setattr(generate._ServedStream, "_accept", older)
+    assert served is not older
+    probe = GenerateProbe()
+    async with probe_server(probe) as address:
+        stream = await GenerateClient(a_proof()).open(address, a_hello())
+        sent = [Ack(sequence=number) for number in range(5)]
+        for frame in sent:
+            stream.post(frame)
+        assert [await probe.frames.get() for _ in sent] == sent
+        await stream.close()
+
+
 async def test_close_delivers_what_was_posted_and_ends_the_service_in_order():
     probe = GenerateProbe()
     async with probe_server(probe) as address:

@@ -81,8 +81,8 @@ def gateway_frame_from_proto(message: pb.GatewayFrame) -> FromGateway:
             return Place(handle=Handle(place.handle), prefill=target)
         case "ack":
             return Ack(sequence=message.ack.sequence)
-        case "part" | None:
-            # Parts are put together before anything is decoded.
+        case "part" | "batch" | None:
+            # Parts are put together, and batches taken apart, before anything is decoded.
             raise BadRequest("the gateway sent a frame without a known body")
 
 

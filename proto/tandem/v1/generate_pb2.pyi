@@ -171,6 +171,7 @@ class GatewayFrame(_message.Message):
     PLACE_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___StreamHello: ...
     @_builtins.property
@@ -185,6 +186,10 @@ class GatewayFrame(_message.Message):
     def part(self) -> _types_pb2.PixelPart:
         """Ahead of the Submit whose handle is its key."""
 
+    @_builtins.property
+    def batch(self) -> Global___GatewayFrames:
+        """To workers that say at acceptance that they take it."""
+
     def __init__(
         self,
         *,
@@ -194,16 +199,39 @@ class GatewayFrame(_message.Message):
         place: Global___Place | None = ...,
         ack: Global___Ack | None = ...,
         part: _types_pb2.PixelPart | None = ...,
+        batch: Global___GatewayFrames | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "batch", b"batch", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "batch", b"batch", "body", b"body", "hello", b"hello", "part", b"part", "place", b"place", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "abort", "place", "ack", "part"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "abort", "place", "ack", "part", "batch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___GatewayFrame: _TypeAlias = GatewayFrame  # noqa: Y015
+
+@_typing.final
+class GatewayFrames(_message.Message):
+    """What one turn of the gateway's event loop had to say, in order. Holds no batches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayFrame]: ...
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___GatewayFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayFrames: _TypeAlias = GatewayFrames  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
