@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from benchmarks.record import write_record
 from core.clock import SystemClock
 from core.ids import RequestId
 from core.request import SamplingParams, StopRules
-from gateway.generation import Delta, Prompt, ServedModel
+from gateway.attempt import RetryRules
+from gateway.generation import Delta, Prompt, ServedModel, Tap
 from gateway.http.asgi import Api, build_asgi
 from gateway.http.client import Receive, Scope, Send
 from gateway.http.config import ApiConfig
@@ -41,6 +43,7 @@ from tests.fakes.deepseek import WEATHER, load_chat, write_trained
 from tests.fakes.tokenizer import build_tokenizer
 
 STEP_S = 0.010
+STEADY_TOKENS = RetryRules().steady_tokens
 ANY_PROMPT = Prompt(
     request_id=RequestId(""),
     model="",
@@ -79,12 +82,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """One open stream."""
+
+    number: int
+    tap: Tap | None
+    num_sent: int = 0
+
+
 class TickingGenerator:
     """One delta of one token per open stream and step."""
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self._deltas = [Delta(token_ids=(token,)) for token in tokens]
-        self._waiting: list[asyncio.Future[int]] = []
+        self._waiting: dict[_Open, asyncio.Future[Delta]] = {}
         self._step = 0
         self.num_tokens = 0
         self.num_behind = 0
@@ -94,19 +106,16 @@ class TickingGenerator:
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel(name="tiny", max_tokens_total=2**30, vocab_size=400, eos_token_ids=(2,)),)
 
-    async def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
-        loop = asyncio.get_running_loop()
-        deltas = self._deltas
-        number = prompt.sampling.seed % len(deltas)
+    async def generate(self, prompt: Prompt, tap: Tap | None = None) -> AsyncIterator[Delta]:
+        number = prompt.sampling.seed % len(self._deltas)
         self._num_streams += 1
+        open_stream = _Open(number, tap)
         try:
             while True:
-                future: asyncio.Future[int] = loop.create_future()
-                self._waiting.append(future)
-                step = await future
-                self.num_tokens += 1
-                yield deltas[(number + step) % len(deltas)]
+                self._waiting[open_stream] = asyncio.get_running_loop().create_future()
+                yield await self._waiting[open_stream]
         finally:
+            self._waiting.pop(open_stream, None)
             self._num_streams -= 1
 
     async def tick(self) -> None:
@@ -117,11 +126,20 @@ class TickingGenerator:
             due = max(due + STEP_S, loop.time())
             await asyncio.sleep(due - loop.time())
             self._step += 1
-            waiting, self._waiting = self._waiting, []
-            self.num_behind += self._num_streams - len(waiting)
-            for future in waiting:
-                if not future.done():
-                    future.set_result(self._step)
+            self.num_behind += self._num_streams - len(self._waiting)
+            for stream, future in list(self._waiting.items()):
+                if future.done():
+                    continue
+                self.num_tokens += 1
+                delta = self._deltas[(stream.number + self._step) % len(self._deltas)]
+                # As the orchestrator does it: the first few come through the iterator, the others at once.
+                if stream.tap is not None and stream.num_sent >= STEADY_TOKENS:
+                    if stream.tap(delta):
+                        continue
+                    delta = Delta()
+                stream.num_sent += 1
+                del self._waiting[stream]
+                future.set_result(delta)
 
 
 class Measured:

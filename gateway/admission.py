@@ -10,8 +10,8 @@ injected clock. Knows no workers and no HTTP.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Annotated
 
 import msgspec
@@ -20,7 +20,7 @@ from msgspec import Meta
 from core.clock import Clock
 from core.errors import DeadlineExceeded, Draining, NoCapacity
 from gateway.fair_queue import FairQueue, Waiter
-from gateway.leases import Leases
+from gateway.leases import Lease, Leases
 from gateway.tenants import ANYONE, Tenant
 
 RATE_SAMPLES = 64
@@ -75,21 +75,31 @@ class Admission:
         """Requests that wait for one."""
         return len(self._queue)
 
-    @asynccontextmanager
-    async def permit(
+    def permit(
         self, *, priority: int, timeout_s: float, tenant: str = "", cost: float = 1.0, owner: str = ""
-    ) -> AsyncGenerator[None]:
+    ) -> "Permit":
         """Hold one permit for the body; `cost` is what it is charged, in tokens or any unit that all use.
 
-        Raises `NoCapacity` if the queue is full or slow, `DeadlineExceeded` if `timeout_s` passes first, `Draining`.
+        Entering raises `NoCapacity` if the queue is full or slow, `DeadlineExceeded` if `timeout_s` passes first,
+        `Draining`.
         """
-        with self._leases.hold("queued", owner):
-            await self._acquire(tenant, priority, timeout_s, cost)
+        return Permit(self, tenant, (priority, timeout_s, cost, owner))
+
+    async def acquire(self, tenant: str, priority: int, timeout_s: float, cost: float, owner: str) -> Lease:
+        """Wait for a permit; what is returned goes to `release`. Raises as `permit`."""
+        if self._take_free(tenant, cost):
+            return self._leases.take("permit", owner)
+        waiting = self._leases.take("queued", owner)
         try:
-            with self._leases.hold("permit", owner):
-                yield
+            await self._queue_up(tenant, priority, timeout_s, cost)
         finally:
-            self._release(tenant)
+            self._leases.give_back(waiting)
+        return self._leases.take("permit", owner)
+
+    def release(self, tenant: str, lease: Lease) -> None:
+        """Give a permit back, once."""
+        self._leases.give_back(lease)
+        self._release(tenant)
 
     def retry_after_s(self) -> float:
         """Predict when a new request would get a permit: the queue over the recent rate of endings."""
@@ -109,14 +119,18 @@ class Admission:
         span = max(1e-3, self._clock.now() - self._releases[0])
         return (len(self._queue) + 1) * span / len(self._releases)
 
-    async def _acquire(self, name: str, priority: int, timeout_s: float, cost: float) -> None:
+    def _take_free(self, name: str, cost: float) -> bool:
+        """Take a permit if there is one now; raises `Draining`."""
         if self._draining:
             raise Draining("this gateway is going away; ask another", retry_after_s=SHORTEST_RETRY_S)
+        if not self._may_run(name) or self._in_flight >= self._limits.max_in_flight:
+            return False
+        self._queue.charge(name, cost / self._tenant_of(name).weight)
+        self._grant(name)
+        return True
+
+    async def _queue_up(self, name: str, priority: int, timeout_s: float, cost: float) -> None:
         tenant = self._tenant_of(name)
-        if self._may_run(name) and self._in_flight < self._limits.max_in_flight:
-            self._queue.charge(name, cost / tenant.weight)
-            self._grant(name)
-            return
         patience = min(timeout_s, self._limits.queue_timeout_s)
         predicted_s = self._wait_s()
         if len(self._releases) >= SURE_SAMPLES and predicted_s > 2 * patience and len(self._queue):
@@ -184,3 +198,25 @@ class Admission:
             waiter.granted.set_result(None)
         elif not self._in_flight:
             self._idle.set()
+
+
+class Permit:
+    """A scope that holds one permit; entered once."""
+
+    __slots__ = ("_admission", "_ask", "_lease", "_tenant")
+
+    def __init__(self, admission: Admission, tenant: str, ask: tuple[int, float, float, str]) -> None:
+        """`ask`: priority, seconds to wait, cost and owner."""
+        self._admission = admission
+        self._tenant = tenant
+        self._ask = ask
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> None:
+        self._lease = await self._admission.acquire(self._tenant, *self._ask)
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        assert self._lease is not None
+        self._admission.release(self._tenant, self._lease)

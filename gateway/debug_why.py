@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from gateway.directory import Directory
@@ -16,8 +16,7 @@ SHOWN = 16
 """Candidates of a kind in an answer, the cheapest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
+class _Decision(msgspec.Struct, frozen=True):
     choice: Choice
     reason: str
     num_tokens: int
@@ -36,7 +35,7 @@ class Decisions:
         """Keep one decision."""
         slots: set[int] = {choice.prefill, choice.decode} - {NONE}
         if choice.table is not None:
-            slots.update(choice.table.prefill.tolist(), choice.table.decode.tolist())
+            slots.update(map(int, choice.table.prefill), map(int, choice.table.decode))
         names = {slot: directory.at(slot).worker_id for slot in slots}
         self._by_request.setdefault(request_id, []).append(_Decision(choice, reason, num_tokens, names))
         while len(self._by_request) > self._kept:
@@ -66,12 +65,10 @@ def _describe(one: _Decision) -> Mapping[str, Any]:
     }
     if table is None:
         return about
-    total = table.queue_s + table.compute_s + table.horizon_s + table.move_s
+    parts = {name: np.asarray(getattr(table, name)) for name in ("queue_s", "compute_s", "horizon_s", "move_s")}
+    total = sum(parts.values(), np.zeros(len(table.prefill)))
     figures = {
-        "queue_s": table.queue_s,
-        "compute_s": table.compute_s,
-        "horizon_s": table.horizon_s,
-        "move_s": table.move_s,
+        **parts,
         "total_s": total,
         "matched": table.matched,
     }
@@ -82,7 +79,7 @@ def _describe(one: _Decision) -> Mapping[str, Any]:
 
 
 def _rows(
-    slots: Ints, figures: Mapping[str, Any], order: Sequence[int] | Ints, names: Mapping[int, str]
+    slots: Sequence[int] | Ints, figures: Mapping[str, Any], order: Sequence[int] | Ints, names: Mapping[int, str]
 ) -> list[Mapping[str, Any]]:
     return [
         {"worker": names[int(slots[row])], **{name: round(float(values[row]), 6) for name, values in figures.items()}}

@@ -224,8 +224,9 @@ class Directory:
 
     def dispatched(self, member: Member) -> None:
         """A request goes there now."""
-        member.breaker.dispatched()
-        self._publish(member)
+        if member.breaker.failures:
+            member.breaker.dispatched()
+            self._publish(member)
 
     def draining(self, member: Member) -> None:
         """It refused work because it is going away; its next reports will say so too."""

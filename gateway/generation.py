@@ -5,9 +5,11 @@ Retries, resumes and attempts are invisible here: a consumer sees each output to
 """
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from core.handover import TokenLogprobs
 from core.ids import RequestId
@@ -15,8 +17,7 @@ from core.request import FinishReason, MmItem, SamplingParams, StopRules
 from gateway.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One sample to generate."""
 
     request_id: RequestId
@@ -41,9 +42,11 @@ class Prompt:
     """What the answer must look like (`GenerateRequest.grammar`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """Some output tokens. The last delta carries `finish`; errors are raised as `TandemError` instead."""
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Some output tokens. The last delta carries `finish`; errors are raised as `TandemError` instead.
+
+    A msgspec struct because one is made per token.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -51,6 +54,10 @@ class Delta:
     finish: FinishReason | None = None
     num_cached_tokens: int | None = None
     """Set once, with or before the first token."""
+
+
+Tap = Callable[[Delta], bool]
+"""Takes a delta the moment it comes. False: the iterator is to yield at once, if only an empty delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +77,11 @@ class Generator(Protocol):
         """Return the models that some registered worker serves (empty before the first registration)."""
         ...
 
-    def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
+    def generate(self, prompt: Prompt, tap: Tap | None = None) -> AsyncIterator[Delta]:
         """Yield deltas until one with `finish`. Closing the iterator aborts the request on the workers.
+
+        While the iterator is awaited, deltas that neither begin nor end anything may go to `tap` instead, each token
+        once and in order: no task wakes up for them.
 
         Raises before the first delta: BadRequest, NeverFits, UnknownModel, NoCapacity, NoWorker, DeadlineExceeded;
         later: WorkerLost, DeadlineExceeded, ContextExceeded.

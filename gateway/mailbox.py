@@ -5,7 +5,7 @@ only. Knows no positions' meaning; duplicates and gaps are the consumer's busine
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import TandemError
@@ -31,6 +31,8 @@ class Failure:
 
 
 Item = Run | Started | Finished | NeedPrefill | Failure
+Tap = Callable[[int, list[int], Sequence[TokenLogprobs]], bool]
+"""Takes a run (position, tokens, log-probabilities) at once, or returns False: then it is kept."""
 
 
 class Mailbox:
@@ -41,21 +43,30 @@ class Mailbox:
         self._items: list[Item] = []
         self._tokens = 0
         self._waiter: asyncio.Future[None] | None = None
+        self.tap: Tap | None = None
+        """Asked for runs while the consumer waits for one and nothing else is there: it need not wake up for them."""
 
     def deliver(self, position: int, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> bool:
         """Add tokens, whose list now belongs to the mailbox; False if the consumer is too far behind (not kept)."""
+        items, waiter = self._items, self._waiter
+        if (
+            self.tap is not None
+            and not items
+            and waiter is not None
+            and not waiter.done()
+            and self.tap(position, tokens, logprobs)
+        ):
+            return True
         if self._tokens + len(tokens) > self._max_tokens:
             return False
         self._tokens += len(tokens)
-        items = self._items
         if not (items and _extend(items[-1], position, tokens, logprobs)):
             items.append(Run(position, tokens, list(logprobs) if logprobs else []))
-        waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
         return True
 
-    def note(self, item: Started | Finished | NeedPrefill | Failure) -> None:
+    def note(self, item: Item) -> None:
         """Add a record behind the tokens so far."""
         self._items.append(item)
         self._wake()

@@ -6,6 +6,7 @@ from core.errors import BY_CODE
 from core.metrics import Metrics
 from gateway.leases import KINDS
 from gateway.placer import REASONS
+from gateway.series import Series
 
 OUTCOMES = ("stop", "length", "error", "closed")
 RETRY_CAUSES = ("worker_lost", "refused", "no_worker", "incomplete")
@@ -54,14 +55,16 @@ class GatewayMetrics(_Gauges):
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
-        self.samples = metrics.counter(
-            "tandem_gateway_samples_total", "Samples by how they ended.", {"outcome": OUTCOMES}
+        self.samples = Series(
+            metrics.counter("tandem_gateway_samples_total", "Samples by how they ended.", {"outcome": OUTCOMES})
         )
         self.errors = metrics.counter(
             "tandem_gateway_errors_total", "Samples that ended with an error, by its code.", {"code": tuple(BY_CODE)}
         )
-        self.time = metrics.counter(
-            "tandem_gateway_time_seconds_total", "Where the time of samples went.", {"cause": TIME_CAUSES}
+        self.time = Series(
+            metrics.counter(
+                "tandem_gateway_time_seconds_total", "Where the time of samples went.", {"cause": TIME_CAUSES}
+            )
         )
         self.reloads = metrics.counter(
             "tandem_gateway_key_reloads_total", "Changes of the key file.", {"result": ("ok", "failed")}
@@ -102,8 +105,8 @@ class GatewayMetrics(_Gauges):
         self.prefix_share = metrics.histogram(
             "tandem_gateway_prefix_match_ratio", "Share of the prompt that the chosen prefill side held.", SHARES
         )
-        self.route_choices = metrics.counter(
-            "tandem_gateway_route_choices_total", "Placements by what decided.", {"reason": REASONS}
+        self.route_choices = Series(
+            metrics.counter("tandem_gateway_route_choices_total", "Placements by what decided.", {"reason": REASONS})
         )
         self.predicted_ratio = metrics.histogram(
             "tandem_gateway_predicted_wait_ratio", "Predicted over measured seconds to the prompt's end.", RATIOS

@@ -5,15 +5,16 @@ Knows no HTTP and no text.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from core.errors import BadRequest, DeadlineExceeded, TandemError, UnknownModel
 from core.worker import Registration, Role
 from gateway.admission import Admission
 from gateway.cluster import Cluster
-from gateway.generation import Delta, Prompt, ServedModel
+from gateway.generation import Delta, Prompt, ServedModel, Tap
+from gateway.leases import Lease
 from gateway.sample import SampleRun, raised
-from gateway.session_gate import session_turn
+from gateway.session_gate import begin_turn, end_turn
 
 COSTED_OUTPUT = 256
 """Output tokens that fair queueing charges for at most: how many there will be is not known."""
@@ -42,55 +43,82 @@ class Orchestrator:
     def models(self) -> tuple[ServedModel, ...]:
         return tuple(self._models.values())
 
-    @asynccontextmanager
-    async def _counting_errors(self) -> AsyncGenerator[None]:
+    async def generate(self, prompt: Prompt, tap: Tap | None = None) -> AsyncGenerator[Delta]:
+        self._check(prompt)
+        cluster, clock = self._cluster, self._cluster.clock
+        came = clock.now()
+        cluster.budget.request()
+        owner, cost = str(prompt.request_id), len(prompt.token_ids) + min(prompt.stop.max_tokens, COSTED_OUTPUT)
+        lease: Lease | None = None
+        is_turn = False
         try:
-            yield
+            if prompt.session:
+                await begin_turn(cluster.router.placer, prompt, clock)
+                is_turn = True
+            lease = await self._admission.acquire(prompt.tenant, prompt.priority, prompt.timeout_s, cost, owner)
+            self._note_admitted(prompt, came)
+            run = SampleRun(cluster, prompt, deadline=came + prompt.timeout_s, tap=tap)
+            progress = _Stretch(cluster, clock.now())
+            try:
+                while not progress.outcome:
+                    delta = await run.next_delta()
+                    if progress.first_at is None and delta.token_ids:
+                        progress.begin(clock.now())
+                    if delta.finish is not None:
+                        # Everything is given back before the consumer sees the end.
+                        run.close("finished")
+                        progress.outcome = delta.finish.value
+                    yield delta
+            except (Exception, asyncio.CancelledError, GeneratorExit) as error:
+                progress.outcome = progress.outcome or raised(error)
+                raise
+            finally:
+                progress.end(clock.now())
+                run.close()
+                if cluster.recorder is not None and cluster.recorder.is_on:
+                    cluster.recorder.record(run.work, at=came)
         except TandemError as error:
-            self._cluster.metrics.errors.labels(error.code).inc()
+            cluster.metrics.errors.labels(error.code).inc()
             raise
+        finally:
+            if lease is not None:
+                self._admission.release(prompt.tenant, lease)
+            if is_turn:
+                end_turn(cluster.router.placer, prompt, cluster.metrics.sessions)
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[Delta]:
+    def _check(self, prompt: Prompt) -> None:
         if prompt.model not in self._models and self._models:
             raise UnknownModel(f"the model `{prompt.model[:100]}` is not served here", param="model")
         if not prompt.token_ids:
             raise BadRequest("the prompt is empty; send at least one token", param="prompt")
         if prompt.timeout_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was admitted")
-        metrics, clock = self._cluster.metrics, self._cluster.clock
-        came = clock.now()
-        self._cluster.budget.request()
-        owner, cost = str(prompt.request_id), len(prompt.token_ids) + min(prompt.stop.max_tokens, COSTED_OUTPUT)
-        permit = self._admission.permit(
-            priority=prompt.priority, timeout_s=prompt.timeout_s, tenant=prompt.tenant, cost=cost, owner=owner
-        )
-        turn = session_turn(self._cluster.router.placer, prompt, clock, metrics.sessions)
-        async with self._counting_errors(), turn, permit:
-            admitted_at, first_at = clock.now(), None
-            if prompt.timeline is not None:
-                prompt.timeline.admitted = admitted_at
-            metrics.queue_seconds.observe(admitted_at - came)
-            metrics.time.labels("queue").inc(admitted_at - came)
-            run = SampleRun(self._cluster, prompt, deadline=came + prompt.timeout_s)
-            outcome = ""
-            try:
-                while not outcome:
-                    delta = await run.next_delta()
-                    if first_at is None and delta.token_ids:
-                        first_at = clock.now()
-                        metrics.time.labels("first_token").inc(first_at - admitted_at)
-                    if delta.finish is not None:
-                        # Everything is given back before the consumer sees the end.
-                        run.close("finished")
-                        outcome = delta.finish.value
-                    yield delta
-            except (Exception, asyncio.CancelledError, GeneratorExit) as error:
-                outcome = outcome or raised(error)
-                raise
-            finally:
-                metrics.samples.labels(outcome).inc()
-                if first_at is not None:
-                    metrics.time.labels("decode").inc(clock.now() - first_at)
-                run.close()
-                if self._cluster.recorder is not None and self._cluster.recorder.is_on:
-                    self._cluster.recorder.record(run.work, at=came)
+
+    def _note_admitted(self, prompt: Prompt, came: float) -> None:
+        metrics, now = self._cluster.metrics, self._cluster.clock.now()
+        if prompt.timeline is not None:
+            prompt.timeline.admitted = now
+        metrics.queue_seconds.observe(now - came)
+        metrics.time.labels("queue").inc(now - came)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Where the time of one admitted sample went."""
+
+    cluster: Cluster
+    admitted_at: float
+    first_at: float | None = None
+    outcome: str = ""
+
+    def begin(self, now: float) -> None:
+        """The first token came."""
+        self.first_at = now
+        self.cluster.metrics.time.labels("first_token").inc(now - self.admitted_at)
+
+    def end(self, now: float) -> None:
+        """It is over."""
+        metrics = self.cluster.metrics
+        metrics.samples.labels(self.outcome).inc()
+        if self.first_at is not None:
+            metrics.time.labels("decode").inc(now - self.first_at)

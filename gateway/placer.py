@@ -6,8 +6,8 @@ as the gateway. One thread.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from core.clock import Clock
@@ -25,8 +25,7 @@ REASONS = ("prefix", "load", "new", "alone")
 """The longest prefix there is; less than that, for a shorter wait; nobody held any; no prefill worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class HashedPages:
+class HashedPages(msgspec.Struct, frozen=True):
     """Event hashes of a sequence's pages as the workers of one fingerprint name them."""
 
     fingerprint: bytes
@@ -34,8 +33,7 @@ class HashedPages:
     events: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class Query(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to be placed."""
 
     request_id: str
@@ -48,12 +46,11 @@ class Query:
     """As `begin` was told."""
     is_first: bool = True
     """No earlier attempt has brought output."""
-    avoid_prefill: set[Member] = field(default_factory=set)
-    avoid_decode: set[Member] = field(default_factory=set)
+    avoid_prefill: set[Member] = msgspec.field(default_factory=set)
+    avoid_decode: set[Member] = msgspec.field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """Who computes the prompt (None: the decode worker itself), who decodes, and why."""
 
     prefill: Member | None
@@ -171,8 +168,8 @@ class Placer:
         self._index.expire(now)
         for pages in query.pages:
             own = fleet.fingerprint == self._directory.names.fingerprints.find(pages.fingerprint)
-            held = self._index.match(pages.events, fleet.capacity)[own] * pages.page_tokens
-            matched[own] = np.minimum(held, query.num_tokens)
+            held = self._index.match(pages.events, fleet.capacity) * pages.page_tokens
+            np.minimum(held, query.num_tokens, out=matched, where=own)
         return matched
 
 

@@ -22,6 +22,8 @@ from gateway.page_table import PageTable
 MAX_BUFFERED_BATCHES = 1024
 """Live batches kept while a snapshot is fetched; more are dropped, and the next snapshot heals that too."""
 DEVICE = "device"
+FEW = 64
+"""Slots up to which a loop over the bits of a set is faster than unpacking it."""
 
 
 class Applied(enum.Enum):
@@ -244,6 +246,13 @@ class PrefixIndex:
 
 def _set(matched: NDArray[np.int64], mask: int, value: int) -> None:
     """matched[slot] = value for every bit of `mask` that is a slot of the array."""
+    if len(matched) <= FEW:
+        while mask:
+            lowest = mask & -mask
+            mask ^= lowest
+            if lowest >> len(matched) == 0:
+                matched[lowest.bit_length() - 1] = value
+        return
     if not mask:
         return
     size = (mask.bit_length() + 7) // 8

@@ -5,6 +5,8 @@ Knows no streams and no retries. Event loop's thread only.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from core.clock import Clock
 from core.hashing import PageHasher, event_hash, image_pages
 from core.ids import PageHash
@@ -19,6 +21,8 @@ from gateway.routing.job import Choice, RoutingRules, Shortage
 from gateway.routing.picker import Picker
 
 MAX_HASHERS = 64
+MAX_ROOTS = 1024
+"""Keyed roots of chains kept, by namespace, tenant and salt."""
 
 
 @dataclass(slots=True)
@@ -46,8 +50,7 @@ class Work:
         return len(self.prompt.token_ids) + len(self.output)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """A pair, and what the choice was based on."""
 
     prefill: Member | None
@@ -74,6 +77,7 @@ class Router:
         self._directory = directory
         self._secret = secret
         self._hashers: dict[bytes, PageHasher] = {}
+        self._roots: dict[tuple[bytes, str, str], PageHash] = {}
         self.placer = Placer(directory=directory, index=index, rules=rules, picker=picker, clock=clock)
 
     def place(self, work: Work) -> Placed | Shortage:
@@ -129,13 +133,22 @@ class Router:
             hasher = self._hasher(registration)
             prompt = work.prompt
             tokens = (*prompt.token_ids, *work.output.tokens) if len(work.output) else prompt.token_ids
-            previous = chain.hashes[-1] if done else hasher.root(prompt.tenant, prompt.cache_salt)
+            previous = chain.hashes[-1] if done else self._root(hasher, registration.namespace, prompt)
             spans = [(image.start, image.end, image.digest) for image in prompt.images]
             images = image_pages(spans, size, done, len(tokens) // size - done)
             new = hasher.extend(previous, tokens[done * size :], images)
             chain.hashes.extend(new)
             chain.events.extend(map(event_hash, new))
         return chain
+
+    def _root(self, hasher: PageHasher, namespace: bytes, prompt: Prompt) -> PageHash:
+        name = namespace, prompt.tenant, prompt.cache_salt
+        root = self._roots.get(name)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[name] = hasher.root(prompt.tenant, prompt.cache_salt)
+        return root
 
     def _hasher(self, registration: Registration) -> PageHasher:
         hasher = self._hashers.get(registration.namespace)

@@ -5,8 +5,10 @@ All decisions are asked of `gateway.attempt`; this file does what they say. One 
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from core.errors import DeadlineExceeded, Draining, InvariantError, WorkerLost
+from core.handover import TokenLogprobs
 from core.ids import RequestId
 from core.request import FinishReason
 from gateway.attempt import (
@@ -21,7 +23,7 @@ from gateway.attempt import (
 )
 from gateway.cluster import Cluster
 from gateway.dispatch import Dispatch
-from gateway.generation import Delta, Prompt
+from gateway.generation import Delta, Prompt, Tap
 from gateway.mailbox import Failure, Run
 from gateway.reading import Attempt, Reader
 from gateway.resume import Output, build_request, finish_of
@@ -35,8 +37,10 @@ logger = logging.getLogger(__name__)
 class SampleRun:
     """Call `next_delta` until one has `finish` or it raises; then, in any case, `close`."""
 
-    def __init__(self, cluster: Cluster, prompt: Prompt, deadline: float) -> None:
+    def __init__(self, cluster: Cluster, prompt: Prompt, deadline: float, tap: Tap | None = None) -> None:
+        """`tap` as in `Generator.generate`."""
         self._cluster = cluster
+        self._tap = tap
         self._prompt = prompt
         self._request_id = RequestId(f"{prompt.request_id}-{prompt.sampling.sample_index}")
         self._output = Output()
@@ -59,10 +63,10 @@ class SampleRun:
                 if self._reader.is_steady and len(items) == 1 and isinstance(items[0], Run):
                     run = items[0]
                     if run.position == len(self._output.tokens):
-                        self._output.tokens += run.tokens
-                        self._progress.received = len(self._output.tokens)
-                        return Delta(token_ids=tuple(run.tokens), logprobs=tuple(run.logprobs))
+                        return self._steady_delta(run.tokens, run.logprobs)
                 step = self._reader.read(self._attempt, items)
+                if self._reader.is_steady and self._tap is not None:
+                    self._attempt.mailbox.tap = self._take_at_once
                 self._failure = step.failure
                 if step.finish is not None:
                     self._end_attempt("finished")
@@ -77,6 +81,20 @@ class SampleRun:
                 if finish is not None:
                     return Delta(finish=finish)
                 self._attempt = await self._start()
+
+    def _steady_delta(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Delta:
+        """Count tokens that follow on those before without a gap."""
+        self._output.tokens += tokens
+        self._progress.received = len(self._output.tokens)
+        return Delta(token_ids=tuple(tokens), logprobs=tuple(logprobs))
+
+    def _take_at_once(self, position: int, tokens: list[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+        if self._tap is None or self._attempt is None or position != len(self._output.tokens):
+            return False
+        if not self._tap(self._steady_delta(tokens, logprobs)):
+            # Nothing is in it but the call to come and see.
+            self._attempt.mailbox.note(Run(len(self._output.tokens), []))
+        return True
 
     def close(self, reason: str = "the client left") -> None:
         """End whatever still runs on the workers. Idempotent."""
@@ -248,6 +266,7 @@ class SampleRun:
         attempt, self._attempt = self._attempt, None
         self._reader.is_steady = False
         if attempt is not None:
+            attempt.mailbox.tap = None
             attempt.link.release(attempt.handle, reason)
             attempt.dispatch.close()
             self._cluster.leases.give_back(attempt.lease)

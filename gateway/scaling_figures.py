@@ -26,7 +26,7 @@ def scaling_figures(
         f"{OWN}cached_tokens_total": total_of(metrics.cached_tokens),
         f"{OWN}output_tokens_total": total_of(metrics.output_tokens),
         f"{OWN}pulled_bytes_total": total_of(metrics.bytes_pulled),
-        f"{OWN}ended_samples_total": total_of(metrics.samples),
+        f"{OWN}ended_samples_total": total_of(metrics.samples.metric),
     }
     for member in directory:
         for fact, value in _worker_facts(member, directory.ttl_s, now).items():
@@ -54,5 +54,7 @@ def _worker_facts(member: Member, ttl_s: float, now: float) -> dict[str, float]:
             "rows_used": float(load.rows_used),
             "prefill_tokens_per_s": load.prefill_tokens_per_s,
             "step_s": load.step_ms / 1000.0,
+            "kv_backlog_bytes": float(load.kv_backlog_bytes),
+            "kv_bytes_per_s": load.kv_bytes_per_s,
         }
     return facts

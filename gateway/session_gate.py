@@ -4,8 +4,6 @@ Around admission, so that who waits here holds no permit. What fits is `gateway.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
 from prometheus_client import Gauge
 
@@ -19,9 +17,11 @@ POLL_S = 0.25
 RETRY_AFTER_S = 5.0
 
 
-@asynccontextmanager
-async def session_turn(placer: Placer, prompt: Prompt, clock: Clock, gauge: Gauge) -> AsyncGenerator[None]:
-    """Wait until the turn may start, and count it as under way. Raises `NoCapacity` at the request's deadline."""
+async def begin_turn(placer: Placer, prompt: Prompt, clock: Clock) -> None:
+    """Wait until the turn may start, and count it as under way: `end_turn` follows.
+
+    Raises `NoCapacity` at the request's deadline.
+    """
     session = session_of(prompt)
     size, deadline = len(prompt.token_ids), clock.now() + prompt.timeout_s
     while not placer.begin(prompt.model, session, size):
@@ -31,10 +31,10 @@ async def session_turn(placer: Placer, prompt: Prompt, clock: Clock, gauge: Gaug
                 retry_after_s=RETRY_AFTER_S,
             )
         await asyncio.sleep(POLL_S)
-    try:
-        yield
-    finally:
-        placer.end(prompt.model, session, size)
-        if session:
-            for state, count in zip(("live", "waiting"), placer.sessions, strict=True):
-                gauge.labels(state).set(count)
+
+
+def end_turn(placer: Placer, prompt: Prompt, gauge: Gauge) -> None:
+    """The turn is over, however it ended."""
+    placer.end(prompt.model, session_of(prompt), len(prompt.token_ids))
+    for state, count in zip(("live", "waiting"), placer.sessions, strict=True):
+        gauge.labels(state).set(count)

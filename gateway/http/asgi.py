@@ -3,7 +3,6 @@
 Built by `build_asgi`; the composition root gives it the cluster (`Generator`), the tokenizer and the clocks.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,7 @@ from gateway.generation import Generator, ServedModel
 from gateway.http.client import Client, ClientGone, ClientWatch, Receive, Scope, Send, read_body
 from gateway.http.config import ApiConfig
 from gateway.http.dialects import Dialect, Dialects
-from gateway.http.direct import find_direct
+from gateway.http.direct import DirectWriter, find_direct
 from gateway.http.errors import Headers, HttpFault, describe, error_shape
 from gateway.http.exchange import Exchange
 from gateway.http.gatekeeper import Gatekeeper
@@ -156,7 +155,7 @@ class Api:
 
     def _unary(self, route: TextRoute) -> Handler:
         async def handle(scope: Scope, receive: Receive, client: Client) -> None:
-            _hints, raw = await self._read(scope, receive)
+            _hints, raw = await self._read(scope, receive, client.direct)
             await client.answer(200, [_JSON], await route(raw))
 
         return handle
@@ -176,7 +175,7 @@ class Api:
     ) -> None:
         """Read, check, generate, answer: the life of a generation request on any route."""
         started_at = self._clock.now()
-        hints, raw = await self._read(scope, receive)
+        hints, raw = await self._read(scope, receive, client.direct)
         decoded = decode_body(raw, dialect.kind)
         async with ClientWatch(client, receive, self._config.slow_client_s):
             accepted = await dialect.accept(decoded.body, hints)
@@ -205,13 +204,13 @@ class Api:
                 record.completion_tokens = exchange.usage.completion_tokens
                 self._gate.spend(record.tenant, exchange.usage.completion_tokens)
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[RequestHints, bytes]:
+    async def _read(self, scope: Scope, receive: Receive, direct: DirectWriter | None) -> tuple[RequestHints, bytes]:
         for name, value in scope["headers"]:
             if name == b"content-type" and b"json" not in value.lower():
                 raise HttpFault(415, "send the body with content-type: application/json", "unsupported_media_type")
         hints = read_hints(scope["headers"], self._config.request_timeout_s, record_of(scope).tenant)
         limit, timeout_s = self._config.max_body_bytes, self._config.body_timeout_s
-        return hints, await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s)
+        return hints, await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s, direct=direct)
 
     def _answer_headers(self, hints: RequestHints, accepted: Accepted, ignored: tuple[str, ...]) -> Headers:
         headers: Headers = [(b"x-request-id", (hints.request_id or accepted.request_id).encode())]
@@ -226,8 +225,7 @@ class Api:
         try:
             generator = self._generator
             work = exchange.answer_stream(generator) if stream else exchange.answer_whole(generator, started_at)
-            # A task of its own keeps the frames that wake up for every token few; cancelling this one cancels it.
-            await asyncio.create_task(work)
+            await work
         finally:
             metrics.open_requests.dec()
             metrics.duration.labels(route).observe(self._clock.now() - started_at)

@@ -1,13 +1,12 @@
 """What a generation route asks of the cluster, whichever API it came through: what `gateway.http.intake` takes."""
 
-from dataclasses import dataclass
+import msgspec
 
 from gateway.http.schema import Body
 from gateway.text.chat import Chat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request but for its prompt."""
 
     prefix: str
@@ -27,8 +26,7 @@ class Ask:
     """Parts of the body that were accepted without effect."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAsk(Ask):
+class ChatAsk(Ask, frozen=True, kw_only=True):
     """A conversation to be continued."""
 
     chat: Chat

@@ -31,7 +31,7 @@ class Client:
     def __init__(self, send: Send, direct: DirectWriter | None = None) -> None:
         """`direct`: the server's short way, if it offers one."""
         self._send = send
-        self._direct = direct
+        self._direct = self.direct = direct
         self.request_id = ""
         """Ours, for the log; known once the request is accepted."""
         self.status = 0
@@ -45,15 +45,15 @@ class Client:
 
     async def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Send a whole answer."""
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [*headers, length])
-        self.is_complete = True
-        await self._write({"type": "http.response.body", "body": body})
+        length = (b"content-length", b"%d" % len(body))
+        await self._begin(status, [*headers, length], body, is_last=True)
 
-    async def start_stream(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send status and headers; chunks follow."""
+    async def start_stream(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"", *, is_last: bool = False
+    ) -> None:
+        """Send status, headers and what there is of the body; chunks follow, unless this is the last."""
         self.is_streaming = True
-        await self._start(status, list(headers))
+        await self._begin(status, list(headers), body, is_last=is_last)
 
     async def stream(self, body: bytes) -> None:
         """Send part of a streamed body; waits while the connection's buffer is full."""
@@ -84,9 +84,22 @@ class Client:
         self.is_complete = True
         await self._write({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes, *, is_last: bool) -> None:
+        """Send the head and what follows it, in one piece if the server lets us."""
         self.status = status
-        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+        head = {"type": "http.response.start", "status": status, "headers": headers}
+        rest = {"type": "http.response.body", "body": body, "more_body": not is_last}
+        if self._direct is None or not self._direct.may_join:
+            await self._write(head)
+            self.is_complete = is_last
+            if body or is_last:
+                await self._write(rest)
+            return
+        self.is_complete = is_last
+        with self._direct.join():
+            await self._write(head)
+            if body or is_last:
+                await self._write(rest)
 
     async def _write(self, message: dict[str, Any]) -> None:
         self.is_sending = True
@@ -107,6 +120,8 @@ class ClientWatch:
         self._slow_s = slow_s
         self._work: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen = -1
         self._cancelling = 0
         self._cause: str | None = None
 
@@ -114,50 +129,66 @@ class ClientWatch:
         self._work = asyncio.current_task()
         assert self._work is not None
         self._cancelling = self._work.cancelling()
-        self._watcher = asyncio.create_task(self._watch(self._work))
+        self._timer = asyncio.get_running_loop().call_later(self._slow_s, self._look)
+        if self._client.direct is not None:
+            self._client.direct.watch(self._left)
+        else:
+            self._watcher = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._work is not None
-        assert self._watcher is not None
-        self._watcher.cancel()
-        await asyncio.gather(self._watcher, return_exceptions=True)
+        assert self._timer is not None
+        self._timer.cancel()
+        if self._client.direct is not None:
+            self._client.direct.unwatch()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         if self._cause is None:
             return
         still_cancelled = self._work.uncancel() > self._cancelling
         if kind is not None and issubclass(kind, asyncio.CancelledError) and not still_cancelled:
             raise ClientGone(self._cause) from error
 
-    async def _watch(self, work: asyncio.Task[Any]) -> None:
-        seen = -1
-        while True:
-            try:
-                async with asyncio.timeout(self._slow_s):
-                    message = await self._receive()
-            except TimeoutError:
-                if self._client.is_sending and self._client.num_sends == seen:
-                    self._cause = "slow"
-                    break
-                seen = self._client.num_sends
-                continue
-            if message["type"] == "http.disconnect":
-                if self._client.is_complete:
-                    return
-                self._cause = "left"
-                break
-        work.cancel()
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left()
+
+    def _left(self) -> None:
+        if not self._client.is_complete:
+            self._end("left")
+
+    def _look(self) -> None:
+        """Whoever was sending at the last look and has not got further since is cut off."""
+        if self._client.is_sending and self._client.num_sends == self._seen:
+            self._end("slow")
+            return
+        self._seen = self._client.num_sends
+        self._timer = asyncio.get_running_loop().call_later(self._slow_s, self._look)
+
+    def _end(self, cause: str) -> None:
+        assert self._work is not None
+        if self._cause is None:
+            self._cause = cause
+            self._work.cancel()
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, direct: DirectWriter | None = None
+) -> bytes:
     """Collect the request's body; `HttpFault` 413 or 408, `ClientGone` if the client leaves meanwhile."""
-    too_long = HttpFault(
-        413, f"the body is longer than {max_bytes} bytes", "body_too_large", headers=((b"connection", b"close"),)
-    )
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
-            raise too_long
+            raise _too_long(max_bytes)
+    whole = direct.take_body() if direct is not None else None
+    if whole is not None:
+        if len(whole) > max_bytes:
+            raise _too_long(max_bytes)
+        return whole
     parts: list[bytes] = []
     size = 0
     try:
@@ -169,7 +200,7 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
                 part: bytes = message.get("body", b"")
                 size += len(part)
                 if size > max_bytes:
-                    raise too_long
+                    raise _too_long(max_bytes)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
@@ -180,3 +211,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
             "body_timeout",
             headers=((b"connection", b"close"),),
         ) from None
+
+
+def _too_long(max_bytes: int) -> HttpFault:
+    return HttpFault(
+        413, f"the body is longer than {max_bytes} bytes", "body_too_large", headers=((b"connection", b"close"),)
+    )

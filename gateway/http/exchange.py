@@ -65,7 +65,7 @@ class Exchange:
     async def answer_whole(self, generator: Generator, started_at: float) -> None:
         """Collect everything, then send one JSON body."""
         accepted_at = self._clock.now()
-        await run_samples(generator, self._accepted.samples, self._collect)
+        await run_samples(generator, self._accepted.samples, self._collect, self._collect_now)
         now = self._clock.now()
         first = self.first_delta_at if self.first_delta_at is not None else now
         timing = b"tok;dur=%.1f, ttft;dur=%.1f, total;dur=%.1f" % (
@@ -82,11 +82,8 @@ class Exchange:
         index = sample.index
         if not self._is_open[index] or sample.prompt.timeline is not None or not self._client.takes_now:
             return False
-        usage = self.usage
-        usage.completion_tokens += piece.num_tokens
-        if piece.reasoning_tokens and usage.reasoning_tokens is not None:
-            usage.reasoning_tokens += piece.reasoning_tokens
-        body = self._form.piece(index, piece, usage)
+        self._count_tokens(piece)
+        body = self._form.piece(index, piece, self.usage)
         if body:
             self._client.stream_now(body)
         return True
@@ -102,17 +99,26 @@ class Exchange:
                 out.append(self._form.opening(index, self.usage))
             self._count(step)
             out.append(self._form.piece(index, step.piece, self.usage))
-        if not self._client.is_streaming:
-            await self._client.start_stream(200, [*HEADERS, *self._headers])
-        if self._running == 0:
+        is_last = self._running == 0
+        if is_last:
             self._alive.stop()
             self._note_timing()
             out.append(self._form.closing(self.usage))
-            await self._client.end_stream(b"".join(out))
-            return
         body = b"".join(out) if len(out) > 1 else out[0]
-        if body:
+        if not self._client.is_streaming:
+            await self._client.start_stream(200, [*HEADERS, *self._headers], body, is_last=is_last)
+        elif is_last:
+            await self._client.end_stream(body)
+        elif body:
             await self._client.stream(body)
+
+    def _collect_now(self, sample: Sample, piece: Piece) -> bool:
+        """As `_collect`, for an ordinary piece behind the first."""
+        if self.first_delta_at is None or sample.prompt.timeline is not None:
+            return False
+        self._count_tokens(piece)
+        self._choices[sample.index].add(piece)
+        return True
 
     async def _collect(self, steps: Sequence[Progress]) -> None:
         for step in steps:
@@ -124,15 +130,19 @@ class Exchange:
     def _count(self, step: Progress) -> None:
         if self.first_delta_at is None:
             self.first_delta_at = self._clock.now()
-        self.usage.completion_tokens += step.piece.num_tokens
-        if step.piece.reasoning_tokens and self.usage.reasoning_tokens is not None:
-            self.usage.reasoning_tokens += step.piece.reasoning_tokens
+        self._count_tokens(step.piece)
         timeline = step.sample.prompt.timeline
         if timeline is not None:
             timeline.last_token = self._clock.now()
             timeline.first_token = timeline.first_token or timeline.last_token
         if step.piece.finish is not None:
             self._running -= 1
+
+    def _count_tokens(self, piece: Piece) -> None:
+        usage = self.usage
+        usage.completion_tokens += piece.num_tokens
+        if piece.reasoning_tokens and usage.reasoning_tokens is not None:
+            usage.reasoning_tokens += piece.reasoning_tokens
 
     def _note_timing(self) -> None:
         timelines = [sample.prompt.timeline for sample in self._accepted.samples]

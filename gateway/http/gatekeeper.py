@@ -10,6 +10,7 @@ from core.errors import NoCapacity
 from core.metrics import CappedLabel, Metrics
 from gateway.http.errors import Headers, HttpFault
 from gateway.rate_limit import RateLimits
+from gateway.series import Series
 from gateway.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/status"})
@@ -21,11 +22,15 @@ class TenantMetrics:
     """Who uses the service, by tenant."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._requests = metrics.counter(
-            "tandem_http_tenant_requests_total", "Generation requests let in, by tenant.", {"tenant": ()}
+        self._requests = Series(
+            metrics.counter(
+                "tandem_http_tenant_requests_total", "Generation requests let in, by tenant.", {"tenant": ()}
+            )
         )
-        self._tokens = metrics.counter(
-            "tandem_http_tenant_tokens_total", "Tokens by tenant.", {"tenant": (), "kind": ("prompt", "output")}
+        self._tokens = Series(
+            metrics.counter(
+                "tandem_http_tenant_tokens_total", "Tokens by tenant.", {"tenant": (), "kind": ("prompt", "output")}
+            )
         )
         self._label = CappedLabel()
 

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from core.errors import BadRequest
 
@@ -15,8 +16,7 @@ _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMED_FIELDS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHints:
+class RequestHints(msgspec.Struct, frozen=True):
     """Headers that matter beside the body."""
 
     timeout_s: float

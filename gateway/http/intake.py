@@ -6,8 +6,10 @@ Decides and checks; does no I/O of its own. Long prompts are tokenized on thread
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from core.errors import BadRequest, NeverFits, NoCapacity, NoWorker, UnknownModel
 from core.ids import RequestId, fresh_request_id
@@ -33,8 +35,7 @@ _COMPLETION_TOKENS = 16
 _SEED_MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """A request that may be sent to the cluster."""
 
     request_id: RequestId
@@ -52,8 +53,7 @@ class Accepted:
     """Known fields that mean nothing to this model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptText:
+class _PromptText(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
     text: str = ""
     """What `echo` repeats."""
@@ -96,13 +96,13 @@ class Intake:
         """Check a chat and tokenize it. Raises what `core.errors` lists for a request."""
         model = self.find(ask.body.model)
         shape = read_shape(ask.body, self._tokenizer.added_tokens, ask.format_field)
-        rendered = await self.render(replace(ask.chat, shape=shape))
-        await self._grammars.check(rendered.grammar)
+        rendered = await self.render(ask.chat if shape is None else replace(ask.chat, shape=shape))
+        if rendered.grammar is not None:
+            await self._grammars.check(rendered.grammar)
         prompt = _PromptText(rendered.token_ids, chat=rendered, grammar=rendered.grammar)
-        accepted = self._accept(ask, model, hints, (prompt,))
         given = {"thinking": ask.chat.thinking, "reasoning_effort": ask.chat.effort}
         ignored = sorted(name for name in self._format.ignored_fields if given[name] is not None)
-        return replace(accepted, reasons=rendered.reasons, ignored=(*ask.ignored, *ignored))
+        return self._accept(ask, model, hints, (prompt,), reasons=rendered.reasons, ignored=(*ask.ignored, *ignored))
 
     async def render(self, chat: Chat) -> RenderedChat:
         """Write a chat as a prompt, on a thread if it is long."""
@@ -181,13 +181,12 @@ class Intake:
         model: ServedModel,
         hints: RequestHints,
         prompts: Sequence[_PromptText],
+        *,
+        reasons: bool = False,
+        ignored: tuple[str, ...] = (),
     ) -> Accepted:
         body = ask.body
-        num_choices = body.n or 1
-        if num_choices * len(prompts) > self._config.max_choices:
-            raise BadRequest(f"prompts x `n` may be at most {self._config.max_choices}", param="n")
-        if body.stream_options is not None and not body.stream:
-            raise BadRequest("`stream_options` needs `stream: true`", param="stream_options")
+        num_choices = self._num_choices(body, len(prompts))
         text = self._text_rules(body, model)
         check_ids(body.logit_bias or (), model.vocab_size, "logit_bias")
         sampling = _sampling(
@@ -231,7 +230,18 @@ class Intake:
             num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             with_logprobs=ask.num_logprobs >= 0,
             stream=bool(body.stream),
+            reasons=reasons,
+            ignored=ignored,
         )
+
+    def _num_choices(self, body: Body, num_prompts: int) -> int:
+        """Return the answers to each prompt."""
+        num_choices = body.n or 1
+        if num_choices * num_prompts > self._config.max_choices:
+            raise BadRequest(f"prompts x `n` may be at most {self._config.max_choices}", param="n")
+        if body.stream_options is not None and not body.stream:
+            raise BadRequest("`stream_options` needs `stream: true`", param="stream_options")
+        return num_choices
 
     def _text_rules(self, body: Body, model: ServedModel) -> TextRules:
         check_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")

@@ -48,6 +48,7 @@ class KeepAlive:
             seen = client.num_sends
             await asyncio.sleep(self._period_s)
             if client.num_sends == seen and not client.is_sending:
-                if not client.is_streaming:
-                    await client.start_stream(200, [*HEADERS, *self._headers])
-                await client.interject(self._sign)
+                if client.is_streaming:
+                    await client.interject(self._sign)
+                else:
+                    await client.start_stream(200, [*HEADERS, *self._headers], self._sign)

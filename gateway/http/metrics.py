@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from core.metrics import Metrics
+from gateway.series import Series
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -18,23 +19,29 @@ class HttpMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = self.metrics = Metrics(registry)
-        self.requests = metrics.counter(
-            "tandem_http_requests_total",
-            "Answered requests by route and status; 499: the client left first.",
-            {"route": (), "status": ()},
+        self.requests = Series(
+            metrics.counter(
+                "tandem_http_requests_total",
+                "Answered requests by route and status; 499: the client left first.",
+                {"route": (), "status": ()},
+            )
         )
         self.open_requests = metrics.gauge("tandem_http_open_requests", "Generation requests being answered.")
-        self.duration = metrics.histogram(
-            "tandem_http_request_duration_seconds",
-            "From the arrival of a request's headers to the last byte of its answer, generation routes only.",
-            _SECONDS,
-            {"route": ROUTES},
+        self.duration = Series(
+            metrics.histogram(
+                "tandem_http_request_duration_seconds",
+                "From the arrival of a request's headers to the last byte of its answer, generation routes only.",
+                _SECONDS,
+                {"route": ROUTES},
+            )
         )
-        self.first_token = metrics.histogram(
-            "tandem_http_time_to_first_token_seconds",
-            "From the arrival of a request's headers to the cluster's first delta.",
-            _SECONDS,
-            {"route": ROUTES},
+        self.first_token = Series(
+            metrics.histogram(
+                "tandem_http_time_to_first_token_seconds",
+                "From the arrival of a request's headers to the cluster's first delta.",
+                _SECONDS,
+                {"route": ROUTES},
+            )
         )
         self.prompt_tokens = metrics.counter(
             "tandem_http_prompt_tokens_total", "Prompt tokens of requests that got a first token."

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.direct import offer_direct
+from gateway.http.direct import DirectWriter, offer_direct
 
 
 class GuardRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,12 +53,15 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._in_headers = True
+        self._watching: set[DirectWriter] = set()
         self._header_timer: asyncio.TimerHandle | None = None
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_ended()
         super().connection_lost(exc)
+        for answer in tuple(self._watching):
+            answer.lost()
 
     def data_received(self, data: bytes) -> None:
         in_body = not self._in_headers and self.cycle.more_body
@@ -91,7 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.is_leaving:
             self.cycle.keep_alive = False
-        offer_direct(self.scope, self.cycle)
+        offer_direct(self.scope, self.cycle, self._watching)
 
     @property
     def has_asked(self) -> bool:

@@ -5,8 +5,7 @@ Knows the `Generator` and the text of a sample; knows no HTTP and no answer form
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 
@@ -16,8 +15,7 @@ from gateway.text.chat import AnswerText
 from gateway.text.piece import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, eq=False):
     """One choice to generate: what to ask the cluster, and how its tokens become text."""
 
     index: int
@@ -37,11 +35,6 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
 
 Sink = Callable[[Sequence[Progress]], Awaitable[None]]
 """Takes everything that is ready at one moment. While it waits, no more is taken from the samples than a bound."""
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
 
 
 Now = Callable[[Sample, Piece], bool]
@@ -88,22 +81,72 @@ async def _run_many(generator: Generator, samples: Sequence[Sample], sink: Sink)
 
 
 async def _run_one(generator: Generator, sample: Sample, sink: Sink, now: Now = _never) -> None:
-    stream = generator.generate(sample.prompt)
+    tap = _Tap(sample, now) if now is not _never and sample.prompt.timeline is None else None
+    stream = generator.generate(sample.prompt, tap)
     push = sample.text.push
     try:
         async for delta in stream:
+            if tap is not None and tap.is_waiting:
+                if await _hand_on(Progress(sample, tap.take()), stream, sink):
+                    return
+                if not delta.token_ids and delta.finish is None:
+                    continue
             piece = push(delta)
             if piece.finish is None and delta.num_cached_tokens is None and now(sample, piece):
                 continue
-            if piece.finish is not None:
-                # Closed before the client is served: after a stop string the workers should not wait for its network.
-                await _close(stream)
-            await sink((Progress(sample, piece, delta.num_cached_tokens),))
-            if piece.finish is not None:
+            if await _hand_on(Progress(sample, piece, delta.num_cached_tokens), stream, sink):
                 return
         raise InvariantError("the generator ended without a finish reason")
     finally:
         await _close(stream)
+
+
+async def _hand_on(step: Progress, stream: AsyncIterator[Delta], sink: Sink) -> bool:
+    """Give a step to the sink; True if it was the last."""
+    is_last = step.piece.finish is not None
+    if is_last:
+        # Closed before the client is served: after a stop string the workers should not wait for its network.
+        await _close(stream)
+    await sink((step,))
+    return is_last
+
+
+class _Tap:
+    """Turns deltas into pieces the moment they come; what cannot go out at once waits for the sample's own task.
+
+    Called from whoever reads the worker's stream: its errors must not reach it.
+    """
+
+    __slots__ = ("_error", "_left", "_now", "_push", "_sample", "is_waiting")
+
+    def __init__(self, sample: Sample, now: Now) -> None:
+        self._sample = sample
+        self._push = sample.text.push
+        self._now = now
+        self._left: Piece | None = None
+        self._error: Exception | None = None
+        self.is_waiting = False
+        """There is something to `take`."""
+
+    def __call__(self, delta: Delta) -> bool:
+        try:
+            piece = self._push(delta)
+            if piece.finish is None and self._now(self._sample, piece):
+                return True
+            self._left = piece
+        except Exception as error:  # noqa: BLE001  (the request's own task raises it again)
+            self._error = error
+        self.is_waiting = True
+        return False
+
+    def take(self) -> Piece:
+        """Return the piece that could not go out, or raise what stood in its way."""
+        self.is_waiting = False
+        if self._error is not None:
+            raise self._error
+        piece, self._left = self._left, None
+        assert piece is not None
+        return piece
 
 
 async def _pump(generator: Generator, sample: Sample, queue: asyncio.Queue[Progress | Exception]) -> None:
@@ -119,5 +162,6 @@ async def _pump(generator: Generator, sample: Sample, queue: asyncio.Queue[Progr
 
 async def _close(stream: AsyncIterator[Delta]) -> None:
     """Tell the generator that no more is wanted; without effect after the last delta."""
-    if isinstance(stream, _Closable):
-        await stream.aclose()
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()

@@ -5,17 +5,18 @@ attention. The three are fitted per kind of worker by recursive least squares on
 long prompts count alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from gateway.fleet import Fleet, Floats, Ints
+from gateway.fleet import Fleet, Ints
 
 MEMORY = 0.995
 """Weight of a measurement after each further one."""
 ENOUGH = 8
 """Measurements of a kind before its fit is used."""
-PRIOR_S = np.array([0.002, 5e-4, 1e-8])
+PRIOR_S = (0.002, 5e-4, 1e-8)
 SPREAD = 9.0
 """A guess, and its variance in multiples of itself; a handful of prompts outweighs it."""
 NOISE = 0.05
@@ -32,34 +33,51 @@ NEAR_S, FAR_S = 1e-9, 4e-9
 
 @dataclass(slots=True)
 class _Fit:
-    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance."""
+    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance.
 
-    factors: Floats = field(default_factory=lambda: np.ones(3))
-    spread: Floats = field(default_factory=lambda: SPREAD * np.eye(3))
+    Plain numbers: with three of them an array operation costs more than all of this, and there is one fit a prompt.
+    """
+
+    factors: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
+    spread: list[list[float]] = field(
+        default_factory=lambda: [[SPREAD * (row == column) for column in range(3)] for row in range(3)]
+    )
     count: int = 0
 
     def observe(self, tokens: float, context: float, measured: float) -> None:
-        features = PRIOR_S * (1.0, tokens, tokens * (context - tokens / 2))
-        predicted = max(float(features @ self.factors), 1e-6)
+        features = [PRIOR_S[0], PRIOR_S[1] * tokens, PRIOR_S[2] * tokens * (context - tokens / 2)]
+        predicted = max(_dot(features, self.factors), 1e-6)
         if self.count >= ENOUGH:
             measured = min(max(measured, predicted / FARTHEST), predicted * FARTHEST)
         # Relative to what is predicted: to what was measured, prompts that happened to be fast would count for more.
         # But a fit that is far off would then count its own errors for little and never come back.
         scale = min(max(predicted, measured / FAR), measured * FAR)
-        features /= scale
-        gain = self.spread @ features / (MEMORY * NOISE + features @ self.spread @ features)
-        moved = self.factors + gain * (measured / scale - features @ self.factors)
+        features = [feature / scale for feature in features]
+        spread_features = [_dot(row, features) for row in self.spread]
+        weight = MEMORY * NOISE + _dot(features, spread_features)
+        gain = [each / weight for each in spread_features]
+        missed = measured / scale - _dot(features, self.factors)
         # Time does not fall with work: a coefficient below zero is noise, and would take the others along.
-        self.factors = np.maximum(moved, LEAST)
-        spread = (self.spread - np.outer(gain, features @ self.spread)) / MEMORY
+        self.factors = [max(factor + each * missed, LEAST) for factor, each in zip(self.factors, gain, strict=True)]
+        # The spread is symmetric, so that its product with the features serves from both sides.
+        spread = [
+            [(old - each * other) / MEMORY for old, other in zip(row, spread_features, strict=True)]
+            for row, each in zip(self.spread, gain, strict=True)
+        ]
         # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
-        self.spread = spread * min(1.0, 3 * SPREAD / max(float(np.trace(spread)), 1e-12))
+        bound = min(1.0, 3 * SPREAD / max(spread[0][0] + spread[1][1] + spread[2][2], 1e-12))
+        self.spread = [[each * bound for each in row] for row in spread]
         self.count += 1
 
     @property
-    def seconds(self) -> Floats:
-        """[3] a, b, c in seconds."""
-        return self.factors * PRIOR_S
+    def seconds(self) -> tuple[float, float, float]:
+        """a, b, c in seconds."""
+        a, b, c = (factor * prior for factor, prior in zip(self.factors, PRIOR_S, strict=True))
+        return a, b, c
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
 
 
 class PrefillCosts:

@@ -70,8 +70,7 @@ class RoutingRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """If no prefill worker can be had, let a `remote` decode worker compute the prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to be placed."""
 
     model: int
@@ -89,33 +88,31 @@ class Job:
     """Hash of the first two pages."""
     continuing: float = 0.0
     """k of `RoutingRules.recent_weight`, as measured by this gateway."""
-    link: LinkCosts = field(default_factory=LinkCosts)
-    homes: Mapping[int, float] = field(default_factory=dict)
+    link: LinkCosts = msgspec.field(default_factory=LinkCosts)
+    homes: Mapping[int, float] = {}
     """Tokens that live sessions need, by the slot that has them."""
     cache_share: float = 1.0
     """Of a cache that sessions may fill."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostTable:
+class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision was based on: prefill candidates for the chosen decode worker, and decode candidates."""
 
-    prefill: Ints
+    prefill: Ints | list[int]
     """[P] slots; the last one is the chosen decode worker, computing the prompt itself."""
-    queue_s: Floats
-    compute_s: Floats
-    horizon_s: Floats
-    move_s: Floats
-    matched: Ints
+    queue_s: Floats | list[float]
+    compute_s: Floats | list[float]
+    horizon_s: Floats | list[float]
+    move_s: Floats | list[float]
+    matched: Ints | list[int]
     """[P] what each would cost and holds."""
-    decode: Ints
+    decode: Ints | list[int]
     """[D] slots."""
-    slow_s: Floats
-    held: Ints
+    slow_s: Floats | list[float]
+    held: Ints | list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: slots of the pair, and why."""
 
     prefill: int
@@ -142,6 +139,18 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     largest: int = 0
     """With role `fits`: the largest prompt + output any worker of this model takes."""
 
+    @classmethod
+    def does_not_fit(cls, num_tokens: int, largest: int) -> "Shortage":
+        """Return what is said of a sequence that no worker of its model can hold."""
+        return cls(
+            role="fits",
+            largest=largest,
+            message=f"the sequence has {num_tokens} tokens; this deployment fits at most {largest - 1} "
+            "before the next output token",
+        )
+
+
+NO_PAIR = Shortage(role="prefill", message="no prefill worker that matches a ready decode worker is ready")
 
 Placement = Choice | Shortage
 

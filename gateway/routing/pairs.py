@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gateway.fleet import MODE_AUTO, MODE_LOCAL, MODE_REMOTE, Bools, Fleet, Floats, Ints
-from gateway.routing import filters, policies, scorers
-from gateway.routing.job import NONE, Choice, CostTable, Job, Placement, RoutingRules, Shortage
+from gateway.routing import filters, policies, scorers, small
+from gateway.routing.job import NO_PAIR, NONE, Choice, CostTable, Job, Placement, RoutingRules, Shortage
 from gateway.routing.picker import Picker
 
 PREDICTING = ("prefix", "least_loaded")
@@ -20,6 +20,13 @@ POLICIES = (*PREDICTING, *policies.POLICIES)
 
 def choose_pair(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, now: float) -> Placement:
     """Place one attempt by `rules.policy`."""
+    if rules.policy in PREDICTING and fleet.capacity <= min(small.LARGEST, rules.shortlist):
+        return small.choose_pair(fleet, job, rules, picker, now=now)
+    return choose_by_arrays(fleet, job, rules, picker, now=now)
+
+
+def choose_by_arrays(fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, now: float) -> Placement:
+    """As `choose_pair`, for fleets of any size."""
     decode = _decode_workers(fleet, job, rules, now)
     if isinstance(decode, Shortage):
         return decode
@@ -54,12 +61,7 @@ def _decode_workers(fleet: Fleet, job: Job, rules: RoutingRules, now: float) -> 
     fitting = filters.fits(fleet, job.num_tokens)
     if not (known & fitting).any():
         largest = int(fleet.max_tokens[known].max())
-        return Shortage(
-            role="fits",
-            largest=largest,
-            message=f"the sequence has {job.num_tokens} tokens; this deployment fits at most {largest - 1} "
-            "before the next output token",
-        )
+        return Shortage.does_not_fit(job.num_tokens, largest)
     free = up & fitting & filters.not_in(fleet, job.exclude_decode)
     if not free.any():
         return Shortage(role="decode", message="no further decode worker is ready")
@@ -75,9 +77,6 @@ def _may_compute(fleet: Fleet, decode: Ints, rules: RoutingRules, paired: Bools)
     return (mode == MODE_LOCAL) | (mode == MODE_AUTO) | ((mode == MODE_REMOTE) & rules.local_fallback & ~paired)
 
 
-_NO_PAIR = Shortage(role="prefill", message="no prefill worker that matches a ready decode worker is ready")
-
-
 def _one_by_one(
     fleet: Fleet, job: Job, rules: RoutingRules, picker: Picker, *, prefill: Ints, decode: Ints, now: float
 ) -> Placement:
@@ -86,7 +85,7 @@ def _one_by_one(
     paired = ok.any(axis=0)
     usable = np.flatnonzero(paired | _may_compute(fleet, decode, rules, paired))
     if not len(usable):
-        return _NO_PAIR
+        return NO_PAIR
     policy = policies.POLICIES[rules.policy]
     # Where the decode worker computes the prompt it is what the policy is about; else the least busy one will do.
     alone = not paired[usable].any() or rules.policy in ("random", "round_robin")
@@ -171,7 +170,7 @@ def _cheapest(
     total = np.vstack([side.cost[:, None] + move + slow[None, :], own.cost + slow])
     ok = np.vstack([ok, _may_compute(fleet, decode, rules, paired)])
     if not ok.any():
-        return _NO_PAIR
+        return NO_PAIR
     index = picker.best(
         total.ravel(),
         ok.ravel(),
@@ -205,10 +204,7 @@ def _cheapest(
 
 
 def _affinity(fleet: Fleet, prefill: Ints, decode: Ints, job: Job) -> Ints:
-    """[P + 1, D] preference of a session among equal pairs: rendezvous hashing over workers' names, no state."""
-    shape = (len(prefill) + 1, len(decode))
+    """[P + 1, D] as `policies.affinity`; zero without a session."""
     if not job.session:
-        return np.zeros(shape, dtype=np.int64)
-    left = policies.mix(np.append(fleet.key[prefill], 0), job.session)
-    right = policies.mix(fleet.key[decode], job.session)
-    return left[:, None] + right[None, :]
+        return np.zeros((len(prefill) + 1, len(decode)), dtype=np.int64)
+    return policies.affinity(fleet, prefill, decode, job)

@@ -1,6 +1,7 @@
 """Chooses among candidates of equal cost. All that rotates or is random in routing lives here, injected."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,3 +39,24 @@ class Picker:
         near = near[gain[near] == gain[near].max()]
         near = near[affinity[near] == affinity[near].max()]
         return self.any(near)
+
+    def best_of(
+        self,
+        costs: Sequence[float],
+        ok: Sequence[bool],
+        gains: Sequence[int],
+        affinity: Sequence[int],
+        *,
+        share: float,
+        margin: float,
+    ) -> int:
+        """As `best`, for a handful of candidates in plain numbers; `affinity` may be empty."""
+        usable = [index for index, is_ok in enumerate(ok) if is_ok]
+        bound = min(costs[index] for index in usable) * (1 + share) + margin
+        near = [index for index in usable if costs[index] <= bound]
+        most = max(gains[index] for index in near)
+        near = [index for index in near if gains[index] == most]
+        if affinity:
+            best = max(affinity[index] for index in near)
+            near = [index for index in near if affinity[index] == best]
+        return near[self.random.randrange(len(near))]

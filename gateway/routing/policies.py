@@ -134,6 +134,13 @@ def _lowest(slots: Ints, cost: Floats, picker: Picker) -> int:
     return picker.any(slots[cost <= cost.min() + 1e-9])
 
 
+def affinity(fleet: Fleet, prefill: Ints, decode: Ints, job: Job) -> Ints:
+    """[P + 1, D] preference of a session among equal pairs: rendezvous hashing over workers' names, no state."""
+    left = mix(np.append(fleet.key[prefill], 0), job.session)
+    right = mix(fleet.key[decode], job.session)
+    return left[:, None] + right[None, :]
+
+
 def mix(keys: Ints, session: int) -> Ints:
     """31-bit mixture of each key with a hash (multiply and fold, wrapping on purpose)."""
     mixed = (keys.astype(np.uint64) ^ np.uint64(session & 0xFFFFFFFF)) * np.uint64(0x9E3779B97F4A7C15)

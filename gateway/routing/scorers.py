@@ -47,7 +47,8 @@ def horizon_seconds(fleet: Fleet, slots: Ints, job: Job, compute: Floats, rules:
     # A session that no longer fits beside those that live there costs somebody its context.
     live = np.zeros(fleet.capacity)
     for slot, tokens in job.homes.items():
-        live[slot] = tokens
+        if slot >= 0:  # else its first turn has not been placed yet
+            live[slot] = tokens
     room = job.cache_share * fleet.num_pages[slots] * fleet.page_tokens[slots] - live[slots]
     return recent + np.maximum(job.num_tokens - room, 0) * token_seconds(fleet, slots, rules)
 

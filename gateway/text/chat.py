@@ -4,8 +4,9 @@ Two formats exist: the chat template of a model directory, and DeepSeek's. Knows
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from core.request import MmItem
 from gateway.generation import Delta
@@ -13,8 +14,7 @@ from gateway.text.grammar import AnswerGrammar, Shape
 from gateway.text.piece import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePart:
+class ImagePart(msgspec.Struct, frozen=True):
     """An image as the client sent it. Parts of a message's content refer to it as ``{"type": "image", "image": i}``."""
 
     url: str
@@ -25,8 +25,7 @@ class ImagePart:
     """The field's path, for errors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation to be continued. Roles and shapes are checked, what a format understands is not."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -44,12 +43,11 @@ class Chat:
     """The answer continues the last message, which is the assistant's."""
     shape: Shape | None = None
     """What the text of the answer must look like."""
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """The request's own arguments for the format (`chat_template_kwargs`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """How one sample's tokens become visible text."""
 
     stops: tuple[str, ...] = ()

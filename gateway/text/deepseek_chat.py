@@ -52,8 +52,7 @@ class Vision:
     """The id at every position of an image, as the model's config names it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rendered:
+class _Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """Implements `RenderedChat`."""
 
     token_ids: tuple[int, ...]
@@ -112,6 +111,7 @@ class DeepseekChat:
             call=added.get(_Kind.Dsml.default_str()),
             shown=frozenset(added[kind.default_str()] for kind in names if kind.default_str() in added),
         )
+        self._marks_without_calls = replace(self._marks, call=None)
 
     @property
     def ignored_fields(self) -> frozenset[str]:
@@ -131,7 +131,7 @@ class DeepseekChat:
             token_ids=ids,
             images=placed,
             reasons=request.conversation.thinking_mode,
-            marks=self._marks if request.parsing_options.parse_tool_calls else replace(self._marks, call=None),
+            marks=self._marks if request.parsing_options.parse_tool_calls else self._marks_without_calls,
             grammar=self._grammar(chat, request),
             request=request,
             tokenizer=self._tokenizer,

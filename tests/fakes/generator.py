@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from core.errors import TandemError
 from core.handover import TokenLogprobs
 from core.request import FinishReason
-from gateway.generation import Delta, Prompt, ServedModel
+from gateway.generation import Delta, Prompt, ServedModel, Tap
 
 Step = Delta | Exception | asyncio.Event | float
 """Yield it, raise it, wait for it, or sleep so many seconds."""
@@ -84,12 +84,12 @@ class ScriptedGenerator:
             self._opened.clear()
             await self._opened.wait()
 
-    def generate(self, prompt: Prompt) -> AsyncIterator[Delta]:
-        stream = self._play(prompt)
+    def generate(self, prompt: Prompt, tap: Tap | None = None) -> AsyncIterator[Delta]:
+        stream = self._play(prompt, tap)
         self._streams.append(stream)
         return stream
 
-    async def _play(self, prompt: Prompt) -> AsyncIterator[Delta]:
+    async def _play(self, prompt: Prompt, tap: Tap | None) -> AsyncIterator[Delta]:
         self.prompts.append(prompt)
         self.num_open += 1
         self._opened.set()
@@ -100,7 +100,10 @@ class ScriptedGenerator:
                     case Delta():
                         self.num_yielded += 1
                         is_over = step.finish is not None
-                        yield step
+                        if tap is None or is_over or step.num_cached_tokens is not None:
+                            yield step
+                        elif not tap(step):
+                            yield Delta()
                     case asyncio.Event():
                         await step.wait()
                     case float():

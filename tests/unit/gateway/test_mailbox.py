@@ -65,3 +65,26 @@ async def test_tokens_beyond_the_bound_are_refused_until_some_are_taken():
     mailbox.note(Failure(WorkerLost("cut"), by_worker=False))
     assert len(await mailbox.take()) == 2
     assert mailbox.deliver(2, [3, 4])
+
+
+async def test_a_tap_is_asked_only_while_the_consumer_waits_for_the_next_run():
+    mailbox, seen = Mailbox(100), []
+
+    def tap(position, tokens, _logprobs):
+        seen.append((position, list(tokens)))
+        return position < 3
+
+    mailbox.tap = tap
+    mailbox.deliver(0, [1])
+    assert seen == [], "nobody waits yet: the consumer may be busy with what came before"
+    assert await mailbox.take() == [Run(0, [1])]
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    mailbox.deliver(1, [2])
+    mailbox.deliver(2, [3])
+    assert not taking.done(), "what the tap takes wakes nobody"
+    mailbox.deliver(3, [4])
+    mailbox.deliver(4, [5])
+    mailbox.note(FINISHED)
+    assert await taking == [Run(3, [4, 5]), FINISHED]
+    assert seen == [(1, [2]), (2, [3]), (3, [4])], "behind what it left, the tap is not asked"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway.http import client
-from gateway.http.direct import DirectWriter
+from gateway.http.direct import DirectWriter, Joined
 from tests.fakes.http_api import ANSWER, BODY, CHAT, serve_api, speaker
 
 
@@ -87,5 +87,80 @@ class Cycle:
     ids=str,
 )
 def test_what_is_unusual_goes_the_long_way(state):
-    assert DirectWriter(Cycle()).is_open
-    assert not DirectWriter(Cycle(**state)).is_open
+    assert DirectWriter(Cycle(), set()).is_open
+    assert not DirectWriter(Cycle(**state), set()).is_open
+
+
+class Wire:
+    """A transport that notes its writes."""
+
+    def __init__(self):
+        self.writes, self.closed = [], False
+
+    def write(self, data):
+        assert not self.closed
+        self.writes.append(bytes(data))
+
+    def close(self):
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
+
+
+async def asked(port, *requests):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(requests))
+    data = await reader.read()
+    writer.close()
+    return data
+
+
+def one_request(*, stream, close):
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return (head + "connection: close\r\n" * close).encode() + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+async def test_a_head_and_what_follows_it_are_one_write(tokenizer, monkeypatch):
+    flushed = []
+    flush = Joined._flush
+
+    def counting(self):
+        if self._held:
+            flushed.append(len(self._held))
+        flush(self)
+
+    monkeypatch.setattr(Joined, "_flush", counting)
+    async with serve_api(speaker(tokenizer), tokenizer) as served:
+        await asked(served.port, one_request(stream=False, close=True))
+        await asked(served.port, one_request(stream=True, close=True))
+    assert flushed == [2, 2]
+
+
+async def test_requests_in_a_row_on_one_connection_are_all_answered(tokenizer):
+    async with serve_api(speaker(tokenizer), tokenizer) as served:
+        requests = [one_request(stream=number % 2 == 1, close=number == 4) for number in range(5)]
+        data = await asked(served.port, *requests)
+    assert data.count(b"HTTP/1.1 200 OK") == 5
+    assert data.count(b"data: [DONE]") == 2
+
+
+async def test_nothing_is_done_for_requests_behind_the_one_that_closes(tokenizer):
+    generator = speaker(tokenizer)
+    async with serve_api(generator, tokenizer) as served:
+        await asked(served.port, one_request(stream=False, close=True), one_request(stream=False, close=True))
+    assert len(generator.prompts) == 1
+
+
+def test_a_close_while_joining_comes_behind_what_was_held():
+    cycle = Cycle(transport=Wire())
+    wire = cycle.transport
+    with DirectWriter(cycle, set()).join():
+        cycle.transport.write(b"head")
+        cycle.transport.write(b"body")
+        cycle.transport.close()
+        assert cycle.transport.is_closing()
+    assert wire.writes == [b"headbody"]
+    assert wire.closed
+    assert cycle.transport is wire
