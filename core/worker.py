@@ -71,6 +71,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     leases: int = 0
     open_ops: int = 0
     unproven_pages: int = 0
+    kv_backlog_bytes: int = 0
+    """KV that was asked for and has not landed."""
+    kv_bytes_per_s: float = 0.0
+    """Rate at which KV lands while any is asked for; 0: not measured yet."""
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,9 @@ from decode_worker.service import DecodeService
 from engine.engine_thread import EngineThread
 from kv_transfer.destination import Destination
 
+LEAST_READING_S = 0.05
+"""A rate is told over at least so much time in which KV was asked for: less would be the noise of one read."""
+
 
 class DecodeBody:
     """Implements `core.worker_shell.WorkerBody` over engine, service and transfer."""
@@ -20,12 +23,23 @@ class DecodeBody:
         self._engine = engine
         self._service = service
         self._destination = destination
+        self._seen = (0.0, 0.0)
+        self._kv_bytes_per_s = 0.0
 
     async def load(self) -> Load:
-        """Return the engine's load with the transfer's open operations."""
+        """Return the engine's load with the transfer's open operations and what waits for the link."""
         load = await self._engine.call(lambda engine: engine.load())
-        open_ops = int(self._destination.statistics().get("open_ops", 0))
-        return msgspec.structs.replace(load, open_ops=open_ops)
+        told = self._destination.statistics()
+        landed, reading_s = told.get("landed_bytes", 0.0), told.get("reading_s", 0.0)
+        if reading_s - self._seen[1] > LEAST_READING_S:
+            self._kv_bytes_per_s = max(0.0, landed - self._seen[0]) / (reading_s - self._seen[1])
+            self._seen = (landed, reading_s)
+        return msgspec.structs.replace(
+            load,
+            open_ops=int(told.get("open_ops", 0)),
+            kv_backlog_bytes=int(told.get("backlog_bytes", 0)),
+            kv_bytes_per_s=self._kv_bytes_per_s,
+        )
 
     async def statistics(self, audit: bool) -> Statistics:
         """Return the numbers of all parts, each with its part's name in front."""

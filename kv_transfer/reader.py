@@ -70,6 +70,9 @@ class Reader:
         self._flows: dict[int, _Flow] = {}
         self._flow_of: dict[int, _Flow] = {}
         self._in_flight = 0
+        self._closed_bytes = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
         self._freed = asyncio.Event()
         self.transport = opener.open(name, None, self._on_event)
         for region in extras:
@@ -79,6 +82,12 @@ class Reader:
     def num_open(self) -> int:
         """Operations that were posted and not reported over."""
         return len(self._flow_of)
+
+    def link_figures(self) -> tuple[int, int, float]:
+        """Return bytes asked for that have not landed, bytes that ever landed, seconds in which any were asked for."""
+        landed = sum(op.landed_bytes for op in self._open_ops())
+        busy_s = self._busy_s + (self._clock.now() - self._busy_since if self._in_flight else 0.0)
+        return self._in_flight - landed, self._closed_bytes + landed, busy_s
 
     async def post(self, peer: Peer, records: Sequence[Records], group: ReadGroup) -> None:
         """Post all copies, in operations that respect the transport's limits; waits while too much is in flight.
@@ -190,6 +199,8 @@ class Reader:
             flow.last_progress = now
         flow.ops[op.id] = group
         self._flow_of[op.id] = flow
+        if not self._in_flight:
+            self._busy_since = now
         group.ops.append(op)
         group.open_ops += 1
         group.nbytes += op.nbytes
@@ -212,6 +223,9 @@ class Reader:
             group = flow.ops.pop(op.id)
             flow.closed_bytes += op.landed_bytes
             self._in_flight -= op.nbytes
+            self._closed_bytes += op.landed_bytes
+            if not self._in_flight:
+                self._busy_s += self._clock.now() - self._busy_since
             group.open_ops -= 1
             if op.state is OpState.DONE:
                 self.counters.add("bytes_landed", op.nbytes if group.counted else 0)
@@ -223,6 +237,10 @@ class Reader:
         self._flows = {peer: flow for peer, flow in self._flows.items() if flow.ops}
         self.quarantine.sweep(self.transport)
         self._wake_posters()
+
+    def _open_ops(self) -> list[Op]:
+        groups = {group for flow in self._flows.values() for group in flow.ops.values()}
+        return [op for group in groups for op in group.ops if op.id in self._flow_of]
 
     def _wake_posters(self) -> None:
         self._freed.set()

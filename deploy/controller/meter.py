@@ -58,6 +58,7 @@ def signals_of(
     workers = workers_of(gateways)
     prefill = [w for w in workers.values() if w.is_prefill]
     decode = [w for w in workers.values() if not w.is_prefill]
+    reading = [w for w in decode if w.get("kv_backlog_bytes") > 0 and w.get("kv_bytes_per_s") > 0]
     samples_per_s = meter.rate("ended_samples_total")
     prompt, cached, output = (
         meter.rate(n) for n in ("prompt_tokens_total", "cached_tokens_total", "output_tokens_total")
@@ -83,6 +84,8 @@ def signals_of(
         kv_inflow_tokens_per_s=prompt + output,
         request_life_s=in_flight / samples_per_s if samples_per_s > 0 else 0.0,
         output_tokens_per_s=asked,
+        kv_backlog_bytes=_sum(reading, "kv_backlog_bytes"),
+        kv_bytes_per_s=_sum(reading, "kv_bytes_per_s"),
         tpot_p95_s=max((w.get("step_s") for w in decode if w.get("running_requests") > 0), default=0.0),
     )
 

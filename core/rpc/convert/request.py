@@ -186,6 +186,8 @@ def load_to_proto(load: Load) -> pb.Load:
         leases=load.leases,
         open_ops=load.open_ops,
         unproven_pages=load.unproven_pages,
+        kv_backlog_bytes=load.kv_backlog_bytes,
+        kv_bytes_per_s=load.kv_bytes_per_s,
     )
 
 
@@ -206,6 +208,8 @@ def load_from_proto(message: pb.Load) -> Load:
         leases=message.leases,
         open_ops=message.open_ops,
         unproven_pages=message.unproven_pages,
+        kv_backlog_bytes=message.kv_backlog_bytes,
+        kv_bytes_per_s=message.kv_bytes_per_s,
     )
 
 

@@ -392,6 +392,8 @@ class Load(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     OPEN_OPS_FIELD_NUMBER: _builtins.int
     UNPROVEN_PAGES_FIELD_NUMBER: _builtins.int
+    KV_BACKLOG_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     pages_total: _builtins.int
     pages_free: _builtins.int
@@ -406,6 +408,8 @@ class Load(_message.Message):
     leases: _builtins.int
     open_ops: _builtins.int
     unproven_pages: _builtins.int
+    kv_backlog_bytes: _builtins.int
+    kv_bytes_per_s: _builtins.float
     def __init__(
         self,
         *,
@@ -423,10 +427,12 @@ class Load(_message.Message):
         leases: _builtins.int = ...,
         open_ops: _builtins.int = ...,
         unproven_pages: _builtins.int = ...,
+        kv_backlog_bytes: _builtins.int = ...,
+        kv_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "open_ops", b"open_ops", "pages_evictable", b"pages_evictable", "pages_free", b"pages_free", "pages_total", b"pages_total", "prefill_tokens_per_s", b"prefill_tokens_per_s", "rows_total", b"rows_total", "rows_used", b"rows_used", "running_requests", b"running_requests", "state", b"state", "step_ms", b"step_ms", "unproven_pages", b"unproven_pages", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_backlog_bytes", b"kv_backlog_bytes", "kv_bytes_per_s", b"kv_bytes_per_s", "leases", b"leases", "open_ops", b"open_ops", "pages_evictable", b"pages_evictable", "pages_free", b"pages_free", "pages_total", b"pages_total", "prefill_tokens_per_s", b"prefill_tokens_per_s", "rows_total", b"rows_total", "rows_used", b"rows_used", "running_requests", b"running_requests", "state", b"state", "step_ms", b"step_ms", "unproven_pages", b"unproven_pages", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
