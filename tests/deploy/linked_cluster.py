@@ -6,10 +6,18 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 
+from core.clock import SystemClock
 from core.config import native_environment, to_toml
+from core.ids import fresh_incarnation
+from core.rpc.admin import AdminClient
+from core.rpc.proof import Proof
+from deploy.actuators.api import Instance
+from deploy.controller.meter import Meter, signals_of
+from deploy.controller.poll import GatewayPoll
 from deploy.lab.links import Switch
 from deploy.local.spec import SERVICE_MODULES, ClusterSpec, worker_config
 from tests.fakes.chaos import faults, storm
@@ -100,6 +108,19 @@ class LinkedCluster:
     def moved(self):
         """Further attempts of streams: where their first worker was silent."""
         return self.counted("gateway", "tandem_gateway_retries_total")
+
+    async def signals(self, is_over):
+        """What a controller on the gateway's host would see, four times a second until `is_over()`."""
+        poll = GatewayPoll(AdminClient(Proof(SECRET.encode(), fresh_incarnation())), [f"{self.address('gateway')}:{MEMBERSHIP}"], SystemClock())  # fmt: skip
+        here = [Instance(id=h, role=h.partition("-")[0], state="ready") for h in self.processes if h != "gateway"]
+        meter, found = Meter(), []
+        while not is_over():
+            gateways, age_s = await poll.read()
+            now = time.monotonic()
+            meter = meter.add(now, gateways)
+            found.append(signals_of(meter, gateways, here, now=now, age_s=age_s))
+            await asyncio.sleep(0.25)
+        return found
 
     def storm(self, items, seed=0, concurrency=6):
         """Outcomes of (prompt, text, tokens) items, by a client on the gateway's host."""

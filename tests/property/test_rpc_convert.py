@@ -198,6 +198,8 @@ LOAD = st.builds(
     leases=U32,
     open_ops=U32,
     unproven_pages=U32,
+    kv_backlog_bytes=U64,
+    kv_bytes_per_s=NUMBER,
 )
 BATCH = st.builds(
     worker.KvEventBatch,

@@ -10,6 +10,7 @@ from core.errors import ConfigError
 from core.metrics import Metrics
 from deploy.actuators.api import Instance
 from deploy.actuators.fake import FakeActuator
+from deploy.autoscale.needs import needs_of
 from deploy.autoscale.signals import Rules
 from deploy.cluster_description import ClusterDescription
 from deploy.controller.figures import GatewayFigures, WorkerFacts, workers_of
@@ -196,6 +197,15 @@ def test_requests_that_wait_behind_rows_in_prefill_are_no_reason_for_more_decode
     held = {"waiting_requests": 8, "rows_used": 4}
     assert told(Meter(), 0.0, ended=0, output=0, open_requests=0, running_requests=4, **held)[1].decode_requests == 12
     assert told(Meter(), 0.0, ended=0, output=0, open_requests=0, running_requests=0, **held)[1].decode_requests == 0
+
+
+def test_kv_that_waits_for_the_link_is_told_with_the_rate_at_which_it_lands():
+    idle = {"ended": 0, "output": 0, "open_requests": 0}
+    _, seen = told(Meter(), 0.0, **idle, kv_backlog_bytes=8e6, kv_bytes_per_s=2e6)
+    assert (seen.kv_backlog_bytes, seen.kv_bytes_per_s) == (8e6, 2e6)
+    assert needs_of(Rules(), seen).network_bound, "four seconds of KV wait"
+    _, seen = told(Meter(), 0.0, **idle, kv_backlog_bytes=8e6)
+    assert not needs_of(Rules(), seen).network_bound, "nothing has landed yet, so no rate is known"
 
 
 def test_what_is_draining_or_held_serves_nobody():
