@@ -15,8 +15,8 @@ RUN = ["--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4
 RESTRICTED = ["--read-only", "--cap-drop=all", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp"]
 GATEWAY, WORKER = "localhost/tandem-gateway:dev", "localhost/tandem-worker:dev"
 VOLUME, NAME = "tandem-image-proof", "tandem-image-proof"
-LARGEST_MB = {GATEWAY: 330, WORKER: 1100}
-"""Budgets. The goal of 300 MB for the gateway is missed: Debian and Python are 110 MB, our dependencies the rest."""
+LARGEST_MB = {GATEWAY: 300, WORKER: 1000}
+"""Budgets: Debian and Python are 104 MB, the gateway's dependencies the rest; a worker adds torch for CPUs."""
 START_S = 120.0
 MODEL = ["--set", "model.path=/models/scripted"]
 FACTS: dict[str, object] = {}
@@ -108,6 +108,19 @@ def fails():
     note("64 MB of memory", killed.returncode, killed.returncode == 137)
 
 
+def computes():
+    """A whole cluster in the worker's image says what the same one says outside of it: nothing was taken out that counts."""
+    demo = ["demo", "--model", "tiny-llama", "--question", "What is two and two?"]
+    mounted = ["--shm-size", "1g", *RUN[2:], *RESTRICTED]
+    within = podman("run", "--rm", *mounted, WORKER, *demo)
+    assert within.returncode == 0, within.stdout + within.stderr
+    command = [sys.executable, "-m", "deploy.cli", *demo]
+    outside = subprocess.run(command, capture_output=True, text=True, check=True)
+    texts = [run.stdout.partition("question:")[2].partition("time to first token")[0] for run in (within, outside)]
+    equal = texts[0] == texts[1] and len(texts[0]) > len(demo[-1]) + 20
+    note("a whole cluster inside, 64 tokens of tiny-llama equal to those outside", equal, equal)
+
+
 def main():
     podman("rm", "-f", NAME)
     podman("volume", "rm", "-f", VOLUME)
@@ -117,7 +130,7 @@ def main():
         podman("run", "--rm", *RUN, *mounted, WORKER, "prepare", "scripted", "/models", check=True)
         secret = "open('/models/secret', 'w').write('0123456789abcdef' * 2)"
         podman("run", "--rm", *RUN, *mounted, "--entrypoint", "python", WORKER, "-c", secret, check=True)
-        for check in (looks, runs, leaves, fails):
+        for check in (looks, runs, leaves, fails, computes):
             check()
     finally:
         podman("rm", "-f", NAME)
