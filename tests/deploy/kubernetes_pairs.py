@@ -56,7 +56,7 @@ def forward(proof, folder):
     assert 0 < result["of other revisions"][str(LANES)] < result["streams"], "both revisions were to serve"
     assert lowest == dict.fromkeys(POOLS, 2), "capacity fell below the floor"
     assert {*deployments_of(proof.api)} == {"gateway", "controller", *POOLS}
-    recomputed = proof.counted("tandem_recomputed_tokens")
+    recomputed = proof.counted("tandem_recomputed_tokens_total")
     proof.note("A11 tokens computed again", recomputed)
     assert not any(recomputed.values())
 

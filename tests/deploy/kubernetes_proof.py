@@ -317,14 +317,13 @@ class Proof:
         return sh("nsenter", "-t", tasks[wanted], "-n", "ss", "-Htn", "state", "established").splitlines()
 
     def counted(self, *names):
-        """Counters of the workers whose name begins so, summed over all of them."""
+        """Counters of the workers, summed over all of them."""
         total = {}
         for role in ("prefill", "decode"):
             for pod in self.ready(role):
                 text = sh(*self.on("w0"), "curl", "-s", "-m", "3", f"http://{pod['status']['podIP']}:9400/metrics")
                 for line in text.splitlines():
-                    if line.startswith(names):
-                        name = line.split("{")[0].split()[0]
+                    if (name := line.split("{")[0].split()[0]) in names:
                         total[name] = total.get(name, 0) + float(line.split()[-1])
         return total
 
