@@ -1,10 +1,12 @@
 """C4: speed, CPU and latency of every KV transport against a memcpy and a bare socket over the same records.
 
-    python -m benchmarks.transfer_backends [--transports shm,tcp] [--repeat 5] [--record NAME]
+    python -m benchmarks.transfer_backends [--transports shm,tcp,nixl:landing=staged] [--repeat 5] [--record NAME]
 
 Requests of 2 MiB of scattered records, so many in flight, read from another process by the shipped `Transport`. In
 each cell all contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds.
-Also: what a transfer costs other threads of the process, as the delay of a thread that wants to run every millisecond.
+``socket`` has as many requests in flight as the transports, ``stream`` all of them. All contestants write the same
+memory and read the same, both touched before; what they ask for is laid out before the clock starts. Also: how long
+the thread that calls a transport is blocked in it (`transfer_blocking`).
 """
 
 import argparse
@@ -17,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import psutil
 
 from benchmarks.record import write_record
 from benchmarks.transfer_alone import ALONE
+from benchmarks.transfer_blocking import blocking
 from benchmarks.transfer_peers import FOREVER, CopyPeer, SocketPeer, Told, source_process
 from core.clock import SystemClock
 from core.errors import NoCapacity
@@ -76,18 +78,17 @@ class Reader:
         self._lease: LeaseId = told.lease
         self._limit = self.transport.capabilities.max_records_per_op
 
-    def run(self, requests: Sequence[Request], in_flight: int) -> list[float]:
+    def run(self, requests: Sequence[Records], in_flight: int) -> list[float]:
         """Read all; returns the seconds of each."""
         waits: list[float] = []
         open_ops: dict[int, tuple[Op, float]] = {}
-        records = [_records(request) for request in requests]
-        assert all(len(each.nbytes) <= self._limit for each in records)
-        records.reverse()
+        assert all(len(each.nbytes) <= self._limit for each in requests)
+        records = list(reversed(requests))
         while records or open_ops:
             while records and len(open_ops) < in_flight:
                 start = time.perf_counter()
                 try:
-                    op = self.transport.submit(self._peer, records[-1], TransferId("b"), self._lease, FOREVER)
+                    op = self.submit(records[-1])
                 except NoCapacity:
                     break
                 records.pop()
@@ -99,11 +100,17 @@ class Reader:
                 waits.append(time.perf_counter() - open_ops.pop(op.id)[1])
         return waits
 
+    def submit(self, records: Records) -> Op:
+        """Post one read; raises NoCapacity."""
+        return self.transport.submit(self._peer, records, TransferId("b"), self._lease, FOREVER)
 
-def _records(request: Request) -> Records:
-    theirs, ours, n = request
-    sizes = np.full(len(ours), n, np.int64)
-    return Records(0, 0, np.array(theirs, np.int64), np.array(ours, np.int64), sizes)
+
+def records_of(requests: Sequence[Request]) -> list[Records]:
+    """As the planner hands them to a transport: int64 arrays."""
+    return [
+        Records(0, 0, np.array(theirs, np.int64), np.array(ours, np.int64), np.full(len(ours), n, np.int64))
+        for theirs, ours, n in requests
+    ]
 
 
 def requests_of(record: int) -> list[Request]:
@@ -138,63 +145,13 @@ def measure(figures: Figures, pids: Sequence[int], once: Callable[[], list[float
     figures.cpu_s_per_gib.append((cpu_seconds(*pids) - cpu) / (moved / 2**30))
 
 
-class Bystander:
-    """A thread that wants to run every millisecond, as the scheduler does; it notes how late it was."""
-
-    def __init__(self) -> None:
-        self.late_s: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            start = time.perf_counter()
-            time.sleep(0.001)
-            self.late_s.append(time.perf_counter() - start - 0.001)
-
-    def row(self) -> dict[str, float | int]:
-        late = sorted(self.late_s)
-        return {
-            "p50_us": round(1e6 * late[len(late) // 2]),
-            "p99_us": round(1e6 * late[int(len(late) * 0.99)]),
-            "max_us": round(1e6 * late[-1]),
-            "over_5_ms": sum(value > 0.005 for value in late),
-            "samples": len(late),
-        }
-
-
-def blocking(readers: dict[str, Reader], repeat: int) -> dict[str, object]:
-    """How late a bystander is without transfers, and during transfers of the smallest and of larger records."""
-    rows: dict[str, object] = {}
-    with Bystander() as idle:
-        time.sleep(_BUSY_S * repeat)
-    rows["idle"] = idle.row()
-    for name, reader in readers.items():
-        for record in (4096, 65536):
-            requests = requests_of(record)[:16]
-            with Bystander() as bystander:
-                end = time.perf_counter() + _BUSY_S * repeat
-                while time.perf_counter() < end:
-                    reader.run(requests, 8)
-            rows[f"{name} {record}"] = bystander.row()
-    return rows
-
-
 def latencies(readers: dict[str, Reader], count: int = 2000) -> dict[str, object]:
     """Of requests of one record, one at a time: from submit to the poll that tells of the end."""
     rows: dict[str, object] = {}
     for name, reader in readers.items():
         for record in (4096, 65536):
             figures = Figures([0.0], [0.0])
-            figures.latencies_s = reader.run([([0], [record], record)] * count, 1)
+            figures.latencies_s = reader.run(records_of([([0], [record], record)]) * count, 1)
             row = figures.row()
             rows[f"{name} {record}"] = {key: row[key] for key in row if key.startswith(("latency", "requests"))}
     return rows
@@ -204,21 +161,24 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
     """All cells."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        source_process(directory, POOL, names) as (pid, told),
+        source_process(directory, POOL, list(dict.fromkeys(map(name_of, names)))) as (pid, told),
     ):
         memory = allocate([POOL], incarnation=fresh_incarnation())
         segment = next(path.name for path in Path(directory).iterdir() if path.stat().st_size >= POOL)
         source = np.frombuffer(map_segment(directory, segment), np.uint8)[:POOL]
         clock = SystemClock()
-        settings = TransportSettings(fresh_incarnation(), TransferConfig(segment_directory=directory))
-        factory = TransportFactory(settings, memory.regions, clock)
         failed = dict(told.failed)
         readers: dict[str, Reader] = {}
-        for name, _ in told.infos:
+        for variant in (name for name in names if name_of(name) in dict(told.infos)):
+            name, _, settings = variant.partition(":")
+            config = TransferConfig(
+                segment_directory=directory, **dict(pair.split("=") for pair in settings.split("+") if pair)
+            )
+            factory = TransportFactory(TransportSettings(fresh_incarnation(), config), memory.regions, clock)
             try:
-                readers[name] = Reader(name, told, factory)
+                readers[variant] = Reader(name, told, factory)
             except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
-                failed[name] = str(error)
+                failed[variant] = str(error)
         copy, wire = CopyPeer(source, memory.regions[0]), SocketPeer(told.port, memory.buffers[0])
         region = memory.regions[0]
         alone = {served.name: ALONE[served.name](served, region.address, region.nbytes) for served in told.alone}
@@ -226,18 +186,20 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
         region_view(region)[:] = 0
         source.max()
         for each in readers.values():
-            each.run(requests_of(1 << 20), 8)
+            each.run(records_of(requests_of(1 << 20)), 8)
         mine = psutil.Process().pid
         cells = []
         for record in records:
             requests = requests_of(record)
+            laid_out = records_of(requests)
             for depth in depths:
                 contestants: dict[str, Callable[[], list[float]]] = {
                     "memcpy": partial(_untimed, copy.run, requests),
                     "memmove": partial(_untimed, copy.run_memmove, requests),
-                    "socket": partial(_untimed, wire.run, requests),
+                    "socket": partial(_untimed, partial(wire.run, in_flight=depth), requests),
+                    "stream": partial(_untimed, partial(wire.run, in_flight=len(requests)), requests),
                     **{f"{name} alone": partial(_untimed, each.run, requests) for name, each in alone.items()},
-                    **{name: partial(reader.run, requests, depth) for name, reader in readers.items()},
+                    **{name: partial(reader.run, laid_out, depth) for name, reader in readers.items()},
                 }
                 figures = {name: Figures() for name in contestants}
                 for turn in range(repeat):
@@ -246,13 +208,18 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
                         _check(source, memory.regions[0].nbytes, region_view(memory.regions[0]), requests)
                 cells.append(_cell(record, depth, figures))
                 print(cells[-1], flush=True)
-        blocked, waits = blocking(readers, repeat), latencies(readers)
+        blocked, waits = blocking(readers, lambda record: records_of(requests_of(record))), latencies(readers)
         print(blocked, waits)
         for reader in readers.values():
             reader.transport.destroy()
         wire.close()
         del source
-        return {"cells": cells, "bystander": blocked, "one_record": waits, "did_not_run": failed}
+        return {"cells": cells, "blocking": blocked, "one_record": waits, "did_not_run": failed}
+
+
+def name_of(variant: str) -> str:
+    """The transport of ``nixl:landing=staged``."""
+    return variant.partition(":")[0]
 
 
 def _untimed(run: Callable[[Sequence[Request]], None], requests: Sequence[Request]) -> list[float]:
@@ -281,9 +248,17 @@ def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, obj
         "of_memcpy_by_cpu": {name: round(min(cpu["memcpy"], cpu["memmove"]) / value, 3) for name, value in cpu.items()},
         "of_socket_by_cpu": {name: round(cpu["socket"] / value, 3) for name, value in cpu.items()},
         "of_itself_alone": {
-            name: round(value / speed[f"{name} alone"], 3) for name, value in speed.items() if f"{name} alone" in speed
+            name: round(value / speed[f"{name_of(name)} alone"], 3)
+            for name, value in speed.items()
+            if f"{name_of(name)} alone" in speed
+        },
+        "of_itself_alone_by_cpu": {
+            name: round(cpu[f"{name_of(name)} alone"] / value, 3)
+            for name, value in cpu.items()
+            if f"{name_of(name)} alone" in cpu
         },
         "of_socket": {name: round(value / speed["socket"], 3) for name, value in speed.items()},
+        "of_stream": {name: round(value / speed["stream"], 3) for name, value in speed.items()},
         "rows": rows,
     }
 

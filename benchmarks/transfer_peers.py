@@ -5,8 +5,8 @@ Also the process that holds the source memory: it serves a transport's reads, or
 
 import contextlib
 import ctypes
-import json
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,8 +28,9 @@ from kv_transfer.memory import U8, allocate, region_view
 from kv_transfer.settings import TransportSettings
 
 FOREVER = 1e9
-VECTORS = 512
-"""Buffers of one sendmsg or recvmsg_into; the kernel's limit is 1024."""
+VECTORS = 1024
+"""Buffers of one sendmsg or recvmsg_into: the kernel's limit."""
+_ASK = struct.Struct("<QQ")  # bytes of a record, number of offsets that follow as int64
 
 
 def one_component(nbytes: int) -> KVLayout:
@@ -135,11 +136,11 @@ class SocketPeer:
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._target = target
 
-    def run(self, requests: Sequence[tuple[list[int], list[int], int]]) -> None:
-        """Ask for all requests at once and land them in order."""
-        body = json.dumps([(theirs, n) for theirs, _, n in requests]).encode()
-        self._connection.sendall(len(body).to_bytes(8, "little") + body)
-        for _, ours, n in requests:
+    def run(self, requests: Sequence[tuple[list[int], list[int], int]], in_flight: int) -> None:
+        """Land all requests in order, with so many asked for and not landed."""
+        asks = [_ASK.pack(n, len(theirs)) + np.array(theirs, "<i8").tobytes() for theirs, _, n in requests]
+        self._connection.sendall(b"".join(asks[:in_flight]))
+        for number, (_, ours, n) in enumerate(requests, in_flight):
             left = [self._target[t : t + n] for t in ours]
             at = 0
             while at < len(left):
@@ -149,6 +150,8 @@ class SocketPeer:
                     at += 1
                 if got:
                     left[at] = left[at][got:]
+            if number < len(asks):
+                self._connection.sendall(asks[number])
 
     def close(self) -> None:
         self._connection.close()
@@ -159,17 +162,17 @@ def _stream(listener: socket.socket, memory: memoryview) -> None:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection, contextlib.suppress(OSError):
-            while head := _exactly(connection, 8):
-                for theirs, n in json.loads(_exactly(connection, int.from_bytes(head, "little"))):
-                    left = [memory[s : s + n] for s in theirs]
-                    at = 0
-                    while at < len(left):
-                        sent = connection.sendmsg(left[at : at + VECTORS])
-                        while sent and sent >= len(left[at]):
-                            sent -= len(left[at])
-                            at += 1
-                        if sent:
-                            left[at] = left[at][sent:]
+            while head := _exactly(connection, _ASK.size):
+                n, count = _ASK.unpack(head)
+                left = [memory[s : s + n] for s in np.frombuffer(_exactly(connection, 8 * count), "<i8").tolist()]
+                at = 0
+                while at < len(left):
+                    sent = connection.sendmsg(left[at : at + VECTORS])
+                    while sent and sent >= len(left[at]):
+                        sent -= len(left[at])
+                        at += 1
+                    if sent:
+                        left[at] = left[at][sent:]
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:

@@ -111,10 +111,11 @@ class LeaseTable:
             pages, rows = found.pages, found.rows
         todo = np.ones(len(offsets), bool)
         for component in self._components.get(region, []):
-            if not todo.any():
-                break
             records = pages if component.kind is ComponentKind.PAGED else rows
-            todo &= ~_covered(component, records, offsets, nbytes)
+            covered = _covered(component, records, offsets, nbytes)
+            if covered.all():
+                return True
+            todo &= ~covered
         return not todo.any()
 
     def __len__(self) -> int:
@@ -156,11 +157,15 @@ def _covered(
     """Which byte ranges lie wholly inside leased records of a component (a run may span gapless neighbours)."""
     if not len(records):
         return np.zeros(len(offsets), bool)
-    first, inside = np.divmod(offsets - component.offset, component.stride_bytes)
-    last = (offsets - component.offset + nbytes - 1) // component.stride_bytes
-    gapless = component.stride_bytes == component.record_bytes
-    good = (nbytes > 0) & (first >= 0) & (last < component.num_records)
-    good &= (inside + nbytes <= component.record_bytes) | gapless
+    stride = component.stride_bytes
+    begins = offsets - component.offset
+    # A range of more bytes than there are is cut, so that no sum wraps around, and lies outside even so.
+    sizes = np.minimum(nbytes, component.num_records * stride + 1)
+    first = begins // stride
+    last = (begins + sizes - 1) // stride
     # Records are sorted and distinct: a range is leased iff as many leased records lie in it as it has records.
     leased = np.searchsorted(records, last, side="right") - np.searchsorted(records, first, side="left")
-    return good & (leased == last - first + 1)
+    good = (leased == last - first + 1) & (nbytes > 0) & (last < component.num_records)
+    if stride != component.record_bytes:
+        good &= begins - first * stride + sizes <= component.record_bytes
+    return good

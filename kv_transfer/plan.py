@@ -99,15 +99,17 @@ def check_bounds(records: Records, source_nbytes: int, target_nbytes: int) -> No
         raise BadRequest("records must be three int64 arrays of equal length")
     if not len(records.nbytes):
         return
-    if int(records.nbytes.min()) <= 0:
+    check_ranges("source", records.source_offsets, records.nbytes, source_nbytes)
+    check_ranges("target", records.target_offsets, records.nbytes, target_nbytes)
+
+
+def check_ranges(what: str, offsets: I64, nbytes: I64, limit: int) -> None:
+    """Raise `BadRequest` unless all ranges (at least one) are non-empty and lie inside a region of `limit` bytes."""
+    if int(nbytes.min()) <= 0:
         raise BadRequest("a record copies no byte")
-    for what, offsets, limit in (
-        ("source", records.source_offsets, source_nbytes),
-        ("target", records.target_offsets, target_nbytes),
-    ):
-        # Compared as limit - nbytes so that a huge offset cannot wrap around.
-        if int(offsets.min()) < 0 or bool((offsets > limit - records.nbytes).any()):
-            raise BadRequest(f"a record lies outside the {what} region of {limit} bytes")
+    # Compared as limit - nbytes so that a huge offset cannot wrap around.
+    if int(offsets.min()) < 0 or bool((offsets > limit - nbytes).any()):
+        raise BadRequest(f"a record lies outside the {what} region of {limit} bytes")
 
 
 def coalesce(source: I64, target: I64, record_bytes: int, max_run_bytes: int) -> tuple[I64, I64, I64]:

@@ -220,7 +220,7 @@ class Landing:
         """(start, stop) in the device's region of what lies in scratch, in order."""
         self._starts: list[int] = records.target_offsets.tolist()
         self._stops: list[int] = (records.target_offsets + records.nbytes).tolist()
-        self._ends: list[int] = np.cumsum(records.nbytes).tolist()
+        self._ends: list[int] = records.nbytes.cumsum().tolist()
         self._at = 0
         """The first record that has not its whole place taken, and how much of it has."""
         self._part = 0

@@ -21,7 +21,9 @@ from kv_transfer.backends.tcp_wire import (
     FRAME,
     GREETING_BYTES,
     MAGIC,
+    MAX_RECORDS,
     TOKEN_BYTES,
+    Inbox,
     ReadRequest,
     RequestParser,
     Status,
@@ -30,10 +32,9 @@ from kv_transfer.backends.tcp_wire import (
     send_all,
     shut,
     tune,
-    wait_readable,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.plan import check_bounds, split
+from kv_transfer.plan import check_ranges, split
 from kv_transfer.views import pieces_of
 
 MAX_CONNECTIONS = 256
@@ -149,6 +150,7 @@ class _Stream:
         self._frame_bytes = frame_bytes
         self._closing = closing
         self._parser = RequestParser()
+        self._inbox = Inbox(connection, 1 << 16)
         self._waiting: deque[ReadRequest] = deque()
         self._cancelled: set[int] = set()
         self._current = 0
@@ -156,7 +158,8 @@ class _Stream:
     def run(self) -> None:
         while not self._closing.is_set():
             if not self._waiting:
-                self._take_requests(timeout_ms=500)
+                self._inbox.wait(500)
+                self._take_requests()
                 continue
             request = self._waiting.popleft()
             self._current = request.op
@@ -175,13 +178,13 @@ class _Stream:
         if region is None:
             return Status.BAD
         try:
-            check_bounds(records, region.nbytes, region.nbytes)
+            check_ranges("source", request.offsets, request.nbytes, region.nbytes)
         except BadRequest:
             return Status.BAD
         view = self._regions.views[request.region]
         parts = frames(records, self._frame_bytes)
         for number, (offsets, nbytes) in enumerate(parts, 1):
-            self._take_requests(timeout_ms=0)
+            self._take_requests()
             if request.op in self._cancelled:
                 return Status.CANCELLED
             if not self._guard.readable(LeaseId(request.lease), request.region, offsets, nbytes):
@@ -192,11 +195,8 @@ class _Stream:
             send_all(self._connection, [head, *pieces, *tail])
         return Status.DATA
 
-    def _take_requests(self, timeout_ms: int) -> None:
-        while wait_readable(self._connection, timeout_ms):
-            data = self._connection.recv(1 << 16)
-            if not data:
-                raise TransferFailed("the reader closed the connection")
+    def _take_requests(self) -> None:
+        while (data := self._inbox.take()) is not None:
             for request in self._parser.feed(data):
                 if isinstance(request, ReadRequest):
                     self._waiting.append(request)
@@ -205,10 +205,9 @@ class _Stream:
                     self._cancelled.add(request.op)
             if len(self._waiting) > MAX_WAITING:
                 raise TransferFailed("the reader asked for too much at once")
-            timeout_ms = 0
 
 
 def frames(records: Records, frame_bytes: int) -> list[tuple[I64, I64]]:
     """Return (source offsets, sizes) of frames of at most `frame_bytes`, in order."""
-    parts = split(records, MAX_WAITING * 64, frame_bytes)
+    parts = split(records, MAX_RECORDS, frame_bytes)
     return [(part.source_offsets, np.ascontiguousarray(part.nbytes)) for part in parts]

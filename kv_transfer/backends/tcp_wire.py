@@ -20,13 +20,13 @@ from core.errors import TransferFailed
 from core.ids import Incarnation
 from kv_transfer.api import I64
 
-MAGIC = b"tandemkv1"
+MAGIC = b"tandemkv2"
 TOKEN_BYTES = 32
 INCARNATION_BYTES = 32
 GREETING_BYTES = len(MAGIC) + INCARNATION_BYTES + TOKEN_BYTES
 MAX_RECORDS = 4096
 REQUEST = struct.Struct("<BQQII")  # kind, op, lease, region, number of records
-FRAME = struct.Struct("<BQI")  # status, op, payload bytes
+FRAME = struct.Struct("<BQI51x")  # status, op, payload bytes; as long as a cache line, so that copies stay aligned
 MAX_VECTORS = 1024
 """Buffers of one call: the limit of the kernel."""
 _POLL_MS = 50
@@ -100,7 +100,7 @@ class RequestParser:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[ReadRequest | CancelRequest]:
+    def feed(self, data: bytes | memoryview) -> Iterator[ReadRequest | CancelRequest]:
         """Take bytes and yield the requests that are complete; raises `TransferFailed` on foreign bytes."""
         self._buffer += data
         while len(self._buffer) >= REQUEST.size:
@@ -139,11 +139,28 @@ def tune(connection: socket.socket, stall_timeout_s: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def wait_readable(connection: socket.socket, timeout_ms: int = _POLL_MS) -> bool:
-    """True if bytes (or the end) can be read now; waits at most `timeout_ms`."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    return bool(poller.poll(timeout_ms))
+class Inbox:
+    """What a peer sends us between our own sends: read without waiting, or waited for."""
+
+    def __init__(self, connection: socket.socket, nbytes: int) -> None:
+        self._connection = connection
+        self._buffer = memoryview(bytearray(nbytes))
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
+
+    def wait(self, timeout_ms: int) -> None:
+        """Wait until bytes, or the end, are there, but not for longer."""
+        self._poller.poll(timeout_ms)
+
+    def take(self) -> memoryview | None:
+        """Return what is there, valid until the next call; None: nothing. Raises `TransferFailed` at the end."""
+        try:
+            got = self._connection.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        if not got:
+            raise TransferFailed("the reader closed the connection")
+        return self._buffer[:got]
 
 
 def receive_exactly(

@@ -157,6 +157,26 @@ def test_hostile_ranges_are_not_readable(clock, run):
     assert not readable(leases, lease, 0, run)
 
 
+@pytest.mark.parametrize("region", [0, 1])
+def test_what_is_readable_is_what_a_byte_by_byte_look_finds(clock, region):
+    leases = table(clock)
+    lease = grant(leases)
+    rng = np.random.default_rng(region)
+    pages = sorted(set(rng.integers(0, 64, 40).tolist()))
+    leases.extend(lease, pages)
+    stride, record = ((100, 100), (16, 10))[region]
+    allowed = {page * stride + at for page in pages for at in range(record)}
+    far = [-(2**63), -1, 2**63 - 1, 2**62]
+    answers = set()
+    for _ in range(2000):
+        start = int(rng.integers(-20, 64 * stride + 20)) if rng.random() < 0.95 else far[rng.integers(4)]
+        nbytes = int(rng.integers(0, 3 * stride)) if rng.random() < 0.95 else far[rng.integers(4)]
+        expected = 0 < nbytes < 10_000 and all(at in allowed for at in range(start, start + nbytes))
+        assert readable(leases, lease, region, (start, nbytes)) == expected, (start, nbytes)
+        answers.add(expected)
+    assert answers == {True, False}
+
+
 def test_threads_may_ask_while_the_loop_extends(clock):
     leases = table(clock)
     lease = grant(leases)

@@ -1,0 +1,38 @@
+"""The measurement that says whether a transfer call blocks its thread: it must see blocking, and nothing else as that."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.transfer_blocking import drive, row
+
+
+class Reader:
+    def __init__(self, call):
+        self._call = call
+        self._open = []
+        self.transport = SimpleNamespace(poll=self._poll)
+
+    def submit(self, records):
+        self._call()
+        self._open.append(SimpleNamespace(id=time.monotonic_ns()))
+        return self._open[-1]
+
+    def _poll(self):
+        done, self._open = self._open, []
+        return done
+
+
+def compute():
+    end = time.thread_time() + 0.01
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(("call", "blocks"), [(lambda: time.sleep(0.01), True), (compute, False)])
+def test_waiting_is_blocking_and_computing_is_not(call, blocks):
+    found = row(drive(Reader(call), [None], 0.1))
+    assert found["wall_max_us"] >= 10e3
+    assert (found["blocked_over_5_ms"] > 0) == blocks
+    assert (found["cpu_max_us"] >= 9e3) != blocks
