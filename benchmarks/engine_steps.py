@@ -95,6 +95,45 @@ KV_BYTES = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * SHAPE.num_layers
 """Of one token."""
 
 
+def floors(rows: int, context: int, limits: dict[str, float]) -> tuple[float, float]:
+    """Return microseconds of a decode step's bytes, and of its KV bytes plus its products or their weights' bytes."""
+    keys, weights = rows * context * KV_BYTES / limits["copy"], weight_bytes() / limits["copy"]
+    return (keys + weights) * 1e6, (keys + max(weights, rows * weight_bytes() / limits["bf16"])) * 1e6
+
+
+class Watch:
+    """Launches steps of an executor and notes when the device began and ended each, and how long the host took."""
+
+    def __init__(self, executor: DeviceExecutor) -> None:
+        self._executor = executor
+        self._launch = executor.launch
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host: list[float] = []
+
+    def launch(self, plan: Plan) -> PendingStep:
+        """As `DeviceExecutor.launch`."""
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun = time.perf_counter()
+        with self._executor._stream.active():  # noqa: SLF001
+            pair[0].record()
+            pending = self._launch(plan)
+            pair[1].record()
+        self._host.append(time.perf_counter() - begun)
+        self._marks.append(pair)
+        return pending
+
+    def facts(self) -> dict[str, float]:
+        """Return medians in microseconds: idle before a step, at most idle, in a step, and of the host to launch one."""
+        torch.cuda.synchronize()
+        idle = [a[1].elapsed_time(b[0]) * 1e3 for a, b in itertools.pairwise(self._marks)]
+        return {
+            "device_idle_before_a_step_us": statistics.median(idle),
+            "device_idle_before_a_step_us_max": max(idle),
+            "device_in_a_step_us": statistics.median(a.elapsed_time(b) for a, b in self._marks) * 1e3,
+            "host_launch_us": statistics.median(self._host) * 1e6,
+        }
+
+
 class Stepper:
     """Plans straight into an executor, over a pool full of random keys and values."""
 
@@ -133,28 +172,21 @@ class Stepper:
             table_deltas=deltas, extra=PlanExtra(inits=inits),
         )  # fmt: skip
 
-    def run(self, plans: Sequence[Plan]) -> tuple[float, list[float]]:
-        """Run steps, two in flight; returns wall seconds of one, and device microseconds idle before each."""
+    def run(self, plans: Sequence[Plan]) -> tuple[float, "Watch"]:
+        """Run steps, two in flight; returns wall seconds of one, and what was seen of the device."""
         pending: list[PendingStep] = []
-        marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        watch = Watch(self.executor)
         begun = time.perf_counter()
         for plan in plans:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with self.executor._stream.active():  # noqa: SLF001
-                pair[0].record()
-                pending.append(self.executor.launch(plan))
-                pair[1].record()
-            marks.append(pair)
+            pending.append(watch.launch(plan))
             if len(pending) == 2:
                 pending.pop(0).result()
         while pending:
             pending.pop(0).result()
         wall = (time.perf_counter() - begun) / len(plans)
-        torch.cuda.synchronize()
-        idle = [a[1].elapsed_time(b[0]) * 1e3 for a, b in itertools.pairwise(marks)]
-        return wall, idle
+        return wall, watch
 
-    def decode(self, rows: int, context: int, sampling: SamplingParams = GREEDY) -> tuple[float, list[float]]:
+    def decode(self, rows: int, context: int, sampling: SamplingParams = GREEDY) -> tuple[float, "Watch"]:
         """Time decode steps at a context."""
         first = context - WARM - STEPS - 1
         self.run(
@@ -209,10 +241,11 @@ def steps() -> dict[str, object]:
     fixed = Stepper(model, memory, deterministic=True, graphs=GraphsConfig(tiers=(1, 8, 64)))
     decode: list[dict[str, object]] = []
     for rows, context in DECODE:
-        floor = (weight_bytes() + rows * context * KV_BYTES) / limits["copy"] * 1e6
-        wall, idle = stepper.decode(rows, context)
-        row = {"rows": rows, "context": context, "floor_us": floor, "step_us": wall * 1e6, "of_floor": floor / wall / 1e6,
-               "idle_before_a_step_us_median": statistics.median(idle), "idle_max_us": max(idle),
+        floor, bound = floors(rows, context, limits)
+        wall, watch = stepper.decode(rows, context)
+        row = {"rows": rows, "context": context, "floor_us": floor, "floor_with_products_us": bound,
+               "step_us": wall * 1e6, "of_floor": floor / wall / 1e6, "of_floor_with_products": bound / wall / 1e6,
+               **watch.facts(),
                "recorded_part_us": stepper.replay_us(rows), "recording_off_us": plain.decode(rows, context)[0] * 1e6,
                "deterministic_us": fixed.decode(rows, context)[0] * 1e6}  # fmt: skip
         decode.append(row)
@@ -245,8 +278,10 @@ def _prefill(stepper: Stepper, limits: dict[str, float], rows: int, tokens: int,
 
 def loop() -> dict[str, object]:
     """Measure steps under the scheduler: wall time of a pass while all rows decode, and what the host did in it."""
+    limits = {"copy": copy_bandwidth(), **matmul_flops()}
+    torch.cuda.empty_cache()
     model = random_model(torch.device("cuda", 0))
-    result: dict[str, object] = {}
+    result: dict[str, object] = {"limits_per_s": limits}
     for rows in (8, 64, 256):
         prompt, outputs = 512, 160
         config = EngineConfig(
@@ -261,14 +296,19 @@ def loop() -> dict[str, object]:
         while len(driver.sink.tokens) < rows or min(map(len, driver.sink.tokens.values())) < 8:
             driver.loop.turn()
         filled = time.perf_counter() - begun
+        context = prompt + statistics.median(map(len, driver.sink.tokens.values()))
+        executor = driver.runner._executor  # noqa: SLF001
+        assert isinstance(executor, DeviceExecutor)
+        watch = Watch(executor)
+        executor.launch = watch.launch  # type: ignore[method-assign]
         times, turns = driver.loop.times, 60
         waited, begun = times.collect_wait, time.perf_counter()
         for _ in range(turns):
             driver.loop.turn()
         wall = time.perf_counter() - begun
-        floor = None
         row = {"step_us": wall / turns * 1e6, "waited_for_device_us": (times.collect_wait - waited) / turns * 1e6,
-               "filled_s": filled, "prompt": prompt, "floor_us": floor}  # fmt: skip
+               "floor_us": floors(rows, int(context) + turns // 2, limits)[0], "context": context, "prompt": prompt,
+               "filled_s": filled, "prefill_tokens_per_s_while_filling": rows * prompt / filled, **watch.facts()}  # fmt: skip
         row["host_us"] = row["step_us"] - row["waited_for_device_us"]
         result[str(rows)] = row
         print(rows, row, flush=True)

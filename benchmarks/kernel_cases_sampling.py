@@ -36,7 +36,8 @@ def _sample_border(g: torch.Generator, size: dict[str, int]) -> Inputs:
     top_p = torch.tensor([1.0, 0.9, 0.5, 0.999], dtype=torch.float64, device=device)[row % 4]
     if "kind" in size:
         min_p, top_k, top_p = 0 * min_p, 0 * top_k, 0 * top_p + 0.9
-    return Inputs((scaled, min_p.log(), top_k, top_p), least_bytes=size_of(scaled))
+    by_k, by_p = bool((top_k > 0).any()), bool((top_p < 1).any())
+    return Inputs((scaled, min_p.log(), top_k, top_p, by_k, by_p), least_bytes=size_of(scaled))
 
 
 CASES_SAMPLING = (
@@ -44,7 +45,7 @@ CASES_SAMPLING = (
         "sample_border",
         _sample_border,
         (exact, exact),
-        small=({"m": 7, "vocab": 1100},),
+        small=({"m": 2, "vocab": 700}, {"m": 1, "vocab": 515, "kind": 1}),
         large=(
             {"m": 1, "vocab": 128256, "spread": 3, "kind": 1},
             {"m": 60, "vocab": 128256},

@@ -73,7 +73,8 @@ def caught(function: JITFunction, args: tuple[object, ...], keywords: dict[str, 
     signature, constants, aligned = {}, {}, []
     for i, parameter in enumerate(function.params):
         value = bound[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, torch.Tensor):
@@ -82,7 +83,7 @@ def caught(function: JITFunction, args: tuple[object, ...], keywords: dict[str, 
                 aligned.append(i)
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
+            if special and value % 16 == 0:
                 aligned.append(i)
     return Launch(function, signature, constants, tuple(aligned), options)
 

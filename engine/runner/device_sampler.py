@@ -63,10 +63,11 @@ class DeviceSampler:
         border, last = self._no_border[:m], self._no_last[:m]
         if len(restricted):
             at = fields[7, : len(restricted)]
+            applied = (bool((params.top_k[restricted] > 0).any()), bool((params.top_p[restricted] < 1).any()))
             limits = (log_min_p.view(torch.float64)[at], top_k[at], top_p.view(torch.float64)[at])
             scaled = logits[at] / temperature[at].to(logits.dtype)[:, None]
             border_of = self._border if scaled.dtype is torch.float32 else sample_border
-            found = border_of(scaled, *limits)
+            found = border_of(scaled, *limits, *applied)
             border, last = border.index_copy(0, at, found[0]), last.index_copy(0, at, found[1])
         tokens = self._sample(logits, temperature, seed, position, sample, border, last)
         if not len(wanting):

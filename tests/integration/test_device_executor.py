@@ -1,5 +1,6 @@
 """The executor of devices, over a stream that does everything at once, gives the tokens of the one of host memory."""
 
+import functools
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from tests.fakes.engine_rig import request_of
 from tests.fakes.model_rig import FAR, ModelRig, device_model_of, hand_over, model_of
 from tests.integration.test_grammar_equality import GRAMMARS
 
-OUTPUTS = 14
+OUTPUTS = 10
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, num_logprobs=3),
@@ -49,6 +50,13 @@ def traffic(rig):
     return [(rig.sink.tokens[seq], rig.sink.finished[seq].reason, rig.sink.logprobs[seq]) for seq in seqs]
 
 
+@functools.cache
+def small_truth():
+    """Of a small pool, in deterministic mode."""
+    with ModelRig("tiny-llama", num_pages=64, num_rows=5, chunk_tokens=24) as rig:
+        return traffic(rig)
+
+
 def same(got, want):
     for (tokens, reason, logprobs), (theirs, their_reason, their_logprobs) in zip(got, want, strict=True):
         assert (tokens, reason) == (theirs, their_reason)
@@ -59,7 +67,7 @@ def same(got, want):
             assert [t for t, _ in mine.top] == [t for t, _ in other.top]
 
 
-@pytest.mark.parametrize("name", ["tiny-llama-f64", "scripted-v41", "v41-tiny"])
+@pytest.mark.parametrize("name", ["tiny-llama-f64", "scripted-v41", pytest.param("v41-tiny", marks=pytest.mark.long)])
 def test_every_kind_of_request_is_answered_as_on_host_memory(name):
     """Of any model: rows, histories of ids and replay floors reach the forward as they do there."""
     settings = {"num_pages": 120, "num_rows": 5, "chunk_tokens": 160, "page_tokens": 16}
@@ -79,14 +87,12 @@ def test_recorded_steps_choose_what_steps_without_a_recording_choose(enabled, mo
     real = DecodeGraphs.replay
     monkeypatch.setattr(DecodeGraphs, "replay", lambda self, shape: replays.append(real(self, shape)) or replays[-1])
     model = device_model_of("tiny-llama")
-    with ModelRig("tiny-llama", num_pages=64, num_rows=5, chunk_tokens=24) as rig:
-        want = traffic(rig)
     graphs = GraphsConfig(enabled=enabled, tiers=(2, 3))
     with ModelRig(
         "tiny-llama", model=model, on_device=True, num_pages=64, num_rows=5, chunk_tokens=24, graphs=graphs
     ) as rig:
-        same(traffic(rig), want)
-    assert len(replays) > 20
+        same(traffic(rig), small_truth())
+    assert len(replays) > 10
     assert all((logits is not None) == enabled for logits in replays)
 
 
