@@ -1,6 +1,6 @@
 """A cluster under load with kills, stalls and clients that leave, over one KV transport, and the verdict at its end.
 
-    python -m tests.fakes.soak [--requests 2000] [--transports shm,tcp,nixl,mooncake] [--record transfer_soak]
+    python -m tests.fakes.soak [--requests 2000] [--seed 1] [--transports shm,tcp,nixl,mooncake] [--record transfer_soak]
 
 2P + 2D with the scripted model, which decides each token from all KV it reads back: any lost or foreign page changes the
 text. Every 200 requests one prefill worker is killed and one decode worker is stopped for three seconds; a tenth of the
@@ -80,6 +80,7 @@ def soak(directory: Path, transport: str, requests: int, seed: int = 1) -> dict[
             found.append("a digest differed")
         return {
             "transport": transport,
+            "seed": seed,
             "requests": len(outcomes),
             "left_early": sum(outcome.cancelled for outcome in outcomes),
             "events": events,
@@ -151,12 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--transports", default="shm,tcp,nixl,mooncake")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", default="")
     options = parser.parse_args()
     rows = []
     for transport in options.transports.split(","):
         with tempfile.TemporaryDirectory() as directory:
-            rows.append(soak(Path(directory), transport, options.requests))
+            rows.append(soak(Path(directory), transport, options.requests, options.seed))
         print(rows[-1], flush=True)
         if options.record:
             note = "2P + 2D, scripted model, digests on, every text compared; an empty list of faults passes"
