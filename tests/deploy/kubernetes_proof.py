@@ -27,6 +27,7 @@ from deploy.validate_k8s import build
 from deploy.validate_network import INSIDE, needed_pairs
 from tests.deploy import kubernetes_pairs
 from tests.deploy.overlays import kubectl
+from tests.deploy.pod_phases import phases
 from tests.deploy.test_docs_k8s import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,12 +85,12 @@ class Proof:
         (self.lab.state / "manifests.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": docs}))
         begun = time.monotonic()
         self.apply()
-        service = self.api.get("api/v1:services/gateway")
-        self.url = f"http://{service['spec']['clusterIP']}"
+        self.url = f"http://{self.api.get('api/v1:services/gateway')['spec']['clusterIP']}"
         ready_s = time.monotonic() - begun
         answer = self.ask(self.url)
         assert answer["choices"][0]["finish_reason"], answer
         self.note("A1 apply to ready, to first answer (s)", [round(ready_s, 1), round(time.monotonic() - begun, 1)])
+        self.note("A1 phases (s)", {role: phases(self.pods(role)) for role in ("gateway", "prefill", "decode")})
 
     def ask(self, url, timeout_s=30):
         body = json.dumps({"model": "scripted", "prompt": "The quick brown fox", "max_tokens": 8})
