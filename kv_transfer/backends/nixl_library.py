@@ -41,6 +41,7 @@ _ERRORS = (
     "nixlUnknownError",
 )
 """They have no base class of their own."""
+logger = logging.getLogger(__name__)
 _INSTALL = "install it with: pip install 'tandem-serving[nixl]'"
 
 
@@ -70,15 +71,19 @@ class Nixl:
         missing = [name for name in _NAMES if not hasattr(self.api, name)]
         missing += [name for name in _METHODS if not missing and not hasattr(self.api.nixl_agent, name)]
         missing += [name for name in _ERRORS if not hasattr(bindings, name)]
-        missing += ["pthrDelay"] if not missing and not hasattr(bindings.nixlAgentConfig, "pthrDelay") else []
         if missing:
             raise ConfigError(f"{wheel} {self.version} lacks {missing[0]}; {_INSTALL}")
         self.errors: tuple[type[Exception], ...] = tuple(getattr(bindings, name) for name in _ERRORS)
         self.over: tuple[type[Exception], ...] = (bindings.nixlRemoteDisconnectError, bindings.nixlCancelledError)
         """Those that prove a posted transfer over; RDMA needs a pause after the first."""
         wrapper: Any = importlib.import_module(self.api.nixl_agent.__module__)
-        if not isinstance(wrapper.nixlBind, _PatientBinding):
-            wrapper.nixlBind = _PatientBinding(wrapper.nixlBind)
+        binding = getattr(wrapper, "nixlBind", None)
+        if binding is None or not hasattr(bindings.nixlAgentConfig, "pthrDelay"):
+            logger.warning(
+                "%s %s keeps a core busy for each agent that serves: its pause cannot be set", wheel, self.version
+            )
+        elif not isinstance(binding, _PatientBinding):
+            wrapper.nixlBind = _PatientBinding(binding)
         # The library configures Python's logging when it is imported and tells every agent and backend at INFO.
         logging.getLogger("nixl").setLevel(logging.WARNING)
 
