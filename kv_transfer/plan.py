@@ -95,18 +95,28 @@ def split(records: Records, max_records: int, max_bytes: int) -> list[Records]:
 def check_bounds(records: Records, source_nbytes: int, target_nbytes: int) -> None:
     """Raise `BadRequest` unless all copies are non-empty and lie inside both regions."""
     arrays = (records.source_offsets, records.target_offsets, records.nbytes)
-    if any(a.dtype != np.int64 or a.ndim != 1 or len(a) != len(records.nbytes) for a in arrays):
+    count = len(records.nbytes)
+    if any(a.dtype != np.int64 or a.ndim != 1 or len(a) != count for a in arrays):
         raise BadRequest("records must be three int64 arrays of equal length")
-    if not len(records.nbytes):
+    if not count:
         return
-    check_ranges("source", records.source_offsets, records.nbytes, source_nbytes)
-    check_ranges("target", records.target_offsets, records.nbytes, target_nbytes)
+    if int(records.nbytes.min()) <= 0:
+        raise BadRequest("a record copies no byte")
+    largest = int(records.nbytes.max())
+    _check_side("source", records.source_offsets, records.nbytes, largest, source_nbytes)
+    _check_side("target", records.target_offsets, records.nbytes, largest, target_nbytes)
 
 
 def check_ranges(what: str, offsets: I64, nbytes: I64, limit: int) -> None:
     """Raise `BadRequest` unless all ranges (at least one) are non-empty and lie inside a region of `limit` bytes."""
     if int(nbytes.min()) <= 0:
         raise BadRequest("a record copies no byte")
+    _check_side(what, offsets, nbytes, int(nbytes.max()), limit)
+
+
+def _check_side(what: str, offsets: I64, nbytes: I64, largest: int, limit: int) -> None:
+    if int(offsets.min()) >= 0 and int(offsets.max()) <= limit - largest:
+        return  # as it nearly always is: found without looking at each record
     # Compared as limit - nbytes so that a huge offset cannot wrap around.
     if int(offsets.min()) < 0 or bool((offsets > limit - nbytes).any()):
         raise BadRequest(f"a record lies outside the {what} region of {limit} bytes")
