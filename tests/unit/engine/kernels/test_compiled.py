@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[4]
 FACTS = Path(__file__).parent / "compiled.json"
 CHIPS = ("sm_90", "sm_100", "sm_103", "gfx950")
-MATRIX_KERNELS = {"_index_scores", "_experts_up", "_experts_down", "_sparse_attention"}
+MATRIX_KERNELS = {"_index_scores", "_experts_up", "_experts_down", "_sparse_attention", "_chunks"}
 ASYNC = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "sm_103": "tcgen05.mma"}
 
 
