@@ -45,7 +45,7 @@ class Lab:
 
     def __init__(self, state: Path, binaries: Path, nodes: Sequence[str]) -> None:
         self.state = state
-        self.binaries = binaries
+        self.binaries = binaries.resolve()  # its programs run elsewhere
         self.nodes = list(nodes)
         self._names = ["cp", *nodes]
         self._pids: list[tuple[str, int]] = []

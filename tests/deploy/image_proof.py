@@ -29,7 +29,8 @@ def note(name, value, ok):
 
 
 def podman(*arguments, check=False):
-    done = subprocess.run([*PODMAN, *arguments], capture_output=True, text=True, check=False)
+    # Not where we are: it leaves a file where it runs when a container is killed for its memory.
+    done = subprocess.run([*PODMAN, *arguments], cwd="/tmp", capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise RuntimeError(done.stderr)
     return done

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.record import write_record
 from deploy.autoscale.decide import Memory, decide
 from deploy.autoscale.signals import Rules
+from deploy.lab.links import Switch
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 from tests.deploy.linked_cluster import Load, linked_cluster
@@ -39,12 +40,14 @@ WHOLE = {"delay_ms": 0.0, "loss": 0.0, "mbit": 0.0, "is_up": True}
 def cluster(tmp_path_factory):
     if shutil.which("nsenter") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("nsenter is not installed (util-linux)")
-    folder = tmp_path_factory.mktemp("links")
     try:
-        with linked_cluster(folder / "run", prepare_scripted(folder, MODEL), "slow", HOSTS) as running:
-            yield running
-    except PermissionError as error:
-        pytest.skip(f"this machine gives no network namespaces or TAP devices: {error}")
+        with Switch(["one"]):
+            pass
+    except OSError as error:
+        pytest.skip(f"this machine gives no network namespaces or TAP devices (they need root): {error}")
+    folder = tmp_path_factory.mktemp("links")
+    with linked_cluster(folder / "run", prepare_scripted(folder, MODEL), "slow", HOSTS) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
