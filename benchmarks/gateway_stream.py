@@ -30,7 +30,6 @@ from benchmarks.record import write_record
 from core.clock import SystemClock
 from core.ids import RequestId
 from core.request import SamplingParams, StopRules
-from gateway.attempt import RetryRules
 from gateway.generation import Delta, Prompt, ServedModel, Tap
 from gateway.http.asgi import Api, build_asgi
 from gateway.http.client import Receive, Scope, Send
@@ -43,7 +42,6 @@ from tests.fakes.deepseek import WEATHER, load_chat, write_trained
 from tests.fakes.tokenizer import build_tokenizer
 
 STEP_S = 0.010
-STEADY_TOKENS = RetryRules().steady_tokens
 ANY_PROMPT = Prompt(
     request_id=RequestId(""),
     model="",
@@ -132,8 +130,8 @@ class TickingGenerator:
                     continue
                 self.num_tokens += 1
                 delta = self._deltas[(stream.number + self._step) % len(self._deltas)]
-                # As the orchestrator does it: the first few come through the iterator, the others at once.
-                if stream.tap is not None and stream.num_sent >= STEADY_TOKENS:
+                # As the orchestrator does it: the first comes through the iterator, the others at once.
+                if stream.tap is not None and stream.num_sent:
                     if stream.tap(delta):
                         continue
                     delta = Delta()

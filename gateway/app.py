@@ -40,7 +40,7 @@ from gateway.http.metrics import HttpMetrics
 from gateway.http.server import HttpServer
 from gateway.leases import Leases
 from gateway.links import Links
-from gateway.loop_health import LoopHealth
+from gateway.loop_health import LoopHealth, settle_collector
 from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
@@ -122,6 +122,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
         if core.recorder is not None:
             tasks.spawn(core.recorder.follow(), name="trace recorder")
         tasks.spawn(LoopHealth(metrics, clock).watch(), name="loop health")
+        settle_collector()
         lifecycle.move(State.READY)
         facts = {
             "http_address": f"{config.http.host}:{http.port}",

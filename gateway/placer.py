@@ -21,6 +21,8 @@ from gateway.routing.pairs import choose_pair, choose_prefill
 from gateway.routing.picker import Picker
 from gateway.routing.working_set import WorkingSet
 
+FEW = 64
+"""Slots up to which a list is faster."""
 REASONS = ("prefix", "load", "new", "alone")
 """The longest prefix there is; less than that, for a shorter wait; nobody held any; no prefill worker."""
 
@@ -86,7 +88,7 @@ class Placer:
             return found
         decode = self._directory.at(found.decode)
         prefill = None if found.prefill == NONE else self._directory.at(found.prefill)
-        longest = int(matched.max(initial=0))
+        longest = max(matched.tolist()) if len(matched) <= FEW else int(matched.max())
         reason = _reason(found, longest)
         for member in (prefill, decode):
             if member is not None:
@@ -167,6 +169,8 @@ class Placer:
         matched = np.zeros(fleet.capacity, dtype=np.int64)
         self._index.expire(now)
         for pages in query.pages:
+            if not self._index.may_match(pages.events):
+                continue
             own = fleet.fingerprint == self._directory.names.fingerprints.find(pages.fingerprint)
             held = self._index.match(pages.events, fleet.capacity) * pages.page_tokens
             np.minimum(held, query.num_tokens, out=matched, where=own)

@@ -139,10 +139,17 @@ class PrefixIndex:
 
     # Questions
 
+    def may_match(self, hashes: Sequence[int]) -> bool:
+        """False if nobody holds even the first page."""
+        if not hashes:
+            return False
+        first = hashes[0]
+        return bool(self._reported.get(first) or self._young.get(first) or self._old.get(first))
+
     def match(self, hashes: Sequence[int], slots: int) -> NDArray[np.int64]:
         """Return for each of `slots` slots how many leading pages of `hashes` it holds or will soon hold."""
         matched = np.zeros(slots, dtype=np.int64)
-        if not hashes:
+        if not self.may_match(hashes):
             return matched
         memo: dict[int, int] = {}
         reported, young, old = self._reported.get, self._young.get, self._old.get

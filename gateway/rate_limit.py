@@ -84,7 +84,8 @@ class RateLimits:
     def _bucket(self, tenant: Tenant, kind: str) -> Bucket | None:
         per_minute = tenant.requests_per_minute if kind == "requests" else tenant.tokens_per_minute
         if per_minute <= 0:
-            self._buckets.pop((tenant.name, kind), None)
+            if self._buckets:
+                self._buckets.pop((tenant.name, kind), None)
             return None
         now, rate = self._clock.now(), per_minute * self._share() / WINDOW_S
         bucket = self._buckets.get((tenant.name, kind))

@@ -72,8 +72,10 @@ class Reader:
         """Cached prompt tokens that the first attempt reported; -1 before."""
         self._floors: tuple[bytes, Floors] | None = None
         """The namespace of the first attempt, and what it computed with."""
+        self.is_begun = False
+        """Tokens of this attempt came: a plain run needs no book-keeping but its count, and `settle` until it is steady."""
         self.is_steady = False
-        """Enough tokens of this attempt came: a plain run needs no book-keeping but its count."""
+        """Enough tokens of it came."""
 
     def floors_for(self, namespace: bytes) -> Floors | None:
         """Return what the next attempt computes with: the same as the first, where that means the same."""
@@ -103,7 +105,8 @@ class Reader:
     def _take_tokens(self, attempt: Attempt, run: Run, step: Step) -> None:
         tokens, logprobs = self._output.accept(run.position, run.tokens, run.logprobs)
         metrics = self._cluster.metrics
-        metrics.surplus_tokens.inc(len(run.tokens) - len(tokens))
+        if len(tokens) < len(run.tokens):
+            metrics.surplus_tokens.inc(len(run.tokens) - len(tokens))
         if not self._progress.received and tokens:
             metrics.first_token_seconds.observe(self._cluster.clock.now() - self._progress.started_at)
         step.tokens.extend(tokens)
@@ -113,6 +116,11 @@ class Reader:
             self._progress.interrupted_at = None
             self._work.avoid_decode.clear()
         self._computed(attempt)
+        self.is_begun = self.is_begun or bool(tokens)
+        self.settle(attempt)
+
+    def settle(self, attempt: Attempt) -> None:
+        """Look whether enough tokens of the attempt have come to call its workers sound."""
         if self._work.num_tokens - attempt.num_tokens >= self._cluster.retries.steady_tokens:
             # Not at the end only: a breaker's probe may stream for minutes, and nobody else is let in before.
             self._cluster.directory.succeeded(attempt.placed.decode)
@@ -129,7 +137,8 @@ class Reader:
         self._computed(attempt)
         landing_s = cluster.clock.now() - (attempt.dispatch.computed_at or cluster.clock.now())
         cluster.router.handed_over(started, attempt.placed, attempt.num_tokens, landing_s)
-        cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
+        if started.bytes_pulled:
+            cluster.metrics.bytes_pulled.inc(started.bytes_pulled)
         timeline, now = self._work.prompt.timeline, cluster.clock.now()
         if timeline is not None:
             timeline.prompt_computed = timeline.prompt_computed or now
@@ -141,7 +150,8 @@ class Reader:
         if self.num_cached < 0:
             # Usage is that of the first attempt that came so far, whatever later ones find in their caches.
             self.num_cached = step.cached = max(0, started.num_cached_tokens)
-            cluster.metrics.cached_tokens.inc(self.num_cached)
+            if self.num_cached:
+                cluster.metrics.cached_tokens.inc(self.num_cached)
             cluster.metrics.prompt_tokens.inc(len(self._work.prompt.token_ids))
 
     def _take_finish(self, attempt: Attempt, finished: Finished, step: Step) -> None:
@@ -152,7 +162,8 @@ class Reader:
             error = InvariantError(f"the worker ended the request with the unknown reason {finished.reason!r}")
             step.failure = Failure(error, by_worker=True)
             return
-        self._cluster.metrics.recomputed_tokens.inc(finished.recomputed_tokens)
+        if finished.recomputed_tokens:
+            self._cluster.metrics.recomputed_tokens.inc(finished.recomputed_tokens)
         self._cluster.directory.succeeded(attempt.placed.decode)
 
     def _replace_prefill(self, attempt: Attempt, need: NeedPrefill) -> None:

@@ -82,6 +82,7 @@ class Router:
 
     def place(self, work: Work) -> Placed | Shortage:
         """Choose a pair, workers to avoid only if there is no other."""
+        num_tokens = work.num_tokens
         found = self.placer.place(self._query(work))
         if not isinstance(found, Pair):
             return found
@@ -90,7 +91,7 @@ class Router:
             decode=found.decode,
             choice=found.choice,
             page_hashes=tuple(self._chain(work, found.decode.registration).hashes),
-            uncached_tokens=max(1, work.num_tokens - found.choice.matched_prefill),
+            uncached_tokens=max(1, num_tokens - found.choice.matched_prefill),
             reason=found.reason,
         )
 
@@ -129,7 +130,8 @@ class Router:
         chain = work.chains.setdefault(registration.namespace, Chain(registration.page_tokens))
         size = registration.page_tokens
         done = len(chain.hashes)
-        if work.num_tokens // size > done:
+        num_tokens = work.num_tokens
+        if num_tokens // size > done:
             hasher = self._hasher(registration)
             prompt = work.prompt
             tokens = (*prompt.token_ids, *work.output.tokens) if len(work.output) else prompt.token_ids

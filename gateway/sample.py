@@ -60,12 +60,12 @@ class SampleRun:
         while True:
             if self._attempt is not None and self._failure is None:
                 items = await self._attempt.mailbox.take()
-                if self._reader.is_steady and len(items) == 1 and isinstance(items[0], Run):
+                if self._reader.is_begun and len(items) == 1 and isinstance(items[0], Run):
                     run = items[0]
                     if run.position == len(self._output.tokens):
-                        return self._steady_delta(run.tokens, run.logprobs)
+                        return self._plain_delta(self._attempt, run.tokens, run.logprobs)
                 step = self._reader.read(self._attempt, items)
-                if self._reader.is_steady and self._tap is not None:
+                if self._reader.is_begun and self._tap is not None:
                     self._attempt.mailbox.tap = self._take_at_once
                 self._failure = step.failure
                 if step.finish is not None:
@@ -82,18 +82,21 @@ class SampleRun:
                     return Delta(finish=finish)
                 self._attempt = await self._start()
 
-    def _steady_delta(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Delta:
+    def _plain_delta(self, attempt: Attempt, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Delta:
         """Count tokens that follow on those before without a gap."""
         self._output.tokens += tokens
         self._progress.received = len(self._output.tokens)
+        if not self._reader.is_steady:
+            self._reader.settle(attempt)
         return Delta(token_ids=tuple(tokens), logprobs=tuple(logprobs))
 
     def _take_at_once(self, position: int, tokens: list[int], logprobs: Sequence[TokenLogprobs]) -> bool:
-        if self._tap is None or self._attempt is None or position != len(self._output.tokens):
+        attempt = self._attempt
+        if self._tap is None or attempt is None or position != len(self._output.tokens):
             return False
-        if not self._tap(self._steady_delta(tokens, logprobs)):
+        if not self._tap(self._plain_delta(attempt, tokens, logprobs)):
             # Nothing is in it but the call to come and see.
-            self._attempt.mailbox.note(Run(len(self._output.tokens), []))
+            attempt.mailbox.note(Run(len(self._output.tokens), []))
         return True
 
     def close(self, reason: str = "the client left") -> None:
@@ -264,7 +267,7 @@ class SampleRun:
 
     def _end_attempt(self, reason: str) -> None:
         attempt, self._attempt = self._attempt, None
-        self._reader.is_steady = False
+        self._reader.is_begun = self._reader.is_steady = False
         if attempt is not None:
             attempt.mailbox.tap = None
             attempt.link.release(attempt.handle, reason)

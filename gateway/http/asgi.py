@@ -232,9 +232,13 @@ class Api:
             if exchange.first_delta_at is not None:
                 metrics.first_token.labels(route).observe(exchange.first_delta_at - started_at)
                 metrics.prompt_tokens.inc(exchange.usage.prompt_tokens)
-            metrics.cached_tokens.inc(exchange.usage.cached_tokens)
-            metrics.completion_tokens.inc(exchange.usage.completion_tokens)
-            metrics.surplus_tokens.inc(exchange.num_surplus)
+            for counter, amount in (
+                (metrics.cached_tokens, exchange.usage.cached_tokens),
+                (metrics.completion_tokens, exchange.usage.completion_tokens),
+                (metrics.surplus_tokens, exchange.num_surplus),
+            ):
+                if amount:
+                    counter.inc(amount)
 
 
 def build_asgi(

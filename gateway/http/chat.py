@@ -34,6 +34,7 @@ class ChatAnswer:
         self._include_usage = include_usage
         self._continuous = continuous_usage
         self._with_logprobs = with_logprobs
+        self._is_plain = not (with_logprobs or continuous_usage)
         self._reasons = reasons
         self._fields = b'"created":%d,"model":%b' % (created, json_bytes(model))
         self._id = json_bytes(answer_id)
@@ -59,13 +60,17 @@ class ChatAnswer:
         return self._delta(index, b'{"role":"assistant",%b}' % begin, b"null", usage)
 
     def piece(self, index: int, piece: Piece, usage: Usage) -> bytes:
+        text = piece.text
+        if text and self._is_plain and piece.finish is None and not (piece.reasoning or piece.calls):
+            # The case of almost every token.
+            return self._texts[index].render(text)
         out = b""
         if piece.reasoning or piece.reasoning_logprobs:
             out = self._written(
                 self._reasonings[index], piece.reasoning, piece.reasoning_logprobs, "reasoning_content", usage
             )
-        if piece.text or piece.logprobs:
-            out += self._written(self._texts[index], piece.text, piece.logprobs, "content", usage)
+        if text or piece.logprobs:
+            out += self._written(self._texts[index], text, piece.logprobs, "content", usage)
         if piece.calls:
             calls = json_bytes([_call_delta(call) for call in piece.calls])
             out += self._delta(index, b'{"tool_calls":%b}' % calls, b"null", usage)

@@ -80,7 +80,7 @@ class Exchange:
     def _write_now(self, sample: Sample, piece: Piece) -> bool:
         """Write an ordinary piece without waiting, if that is possible: the path of almost every token."""
         index = sample.index
-        if not self._is_open[index] or sample.prompt.timeline is not None or not self._client.takes_now:
+        if not self._is_open[index] or not self._client.takes_now or sample.prompt.timeline is not None:
             return False
         self._count_tokens(piece)
         body = self._form.piece(index, piece, self.usage)

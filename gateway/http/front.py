@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.clock import Clock
-from core.tracing.api import Span, Tracer, current_traceparent, read_traceparent
+from core.tracing.api import NullSpan, Span, Tracer, current_traceparent, read_traceparent
 from gateway.http.client import Client, Receive, Scope, Send
 from gateway.http.errors import Headers, HttpFault, error_shape
 from gateway.http.gatekeeper import Gatekeeper
@@ -68,11 +68,13 @@ class Front:
         parent = read_traceparent(headers.get(b"traceparent", b"").decode("latin-1"))
         span = self._tracer.start("request", parent=parent, attributes={"http.route": record.path}, is_server=True)
         current_traceparent.set(span.traceparent)
+        lease = self._leases.take("request", record.path)
         try:
-            with self._leases.hold("request", record.path):
-                await self._serve(scope, receive, send, record)
+            await self._serve(scope, receive, send, record)
         finally:
-            self._finish(record, span)
+            self._leases.give_back(lease)
+            if self._access_log or not isinstance(span, NullSpan):
+                self._finish(record, span)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:

@@ -53,6 +53,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes = 0
         self._in_headers = True
+        self._is_begun = False
+        """Of the request whose headers are awaited, the first byte has come."""
         self._watching: set[DirectWriter] = set()
         self._header_timer: asyncio.TimerHandle | None = None
         self._await_headers()
@@ -66,6 +68,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         in_body = not self._in_headers and self.cycle.more_body
         super().data_received(data)
+        if self._in_headers and self._is_begun:
+            self._await_headers()
         if self._in_headers and not in_body:
             # The parser keeps unfinished headers to itself, so what it was given is what counts.
             self._header_bytes += len(data)
@@ -74,9 +78,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers = True
+        # The timer starts once this data has been looked at: mostly all headers are in it.
+        self._in_headers = self._is_begun = True
         self._header_bytes = 0
-        self._await_headers()
 
     def on_headers_complete(self) -> None:
         self._headers_ended()
@@ -115,7 +119,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self.guard.header_timeout_s, self._headers_late)
 
     def _headers_ended(self) -> None:
-        self._in_headers = False
+        self._in_headers = self._is_begun = False
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

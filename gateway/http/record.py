@@ -1,16 +1,16 @@
 """What is known of one HTTP request while and after it is answered: for the access log, the trace and the limits."""
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Any, cast
+
+import msgspec
 
 from gateway.http.client import Scope
 
 _KEY = "tandem.record"
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct):
     """Filled by whoever learns a fact first; times are the gateway clock's."""
 
     method: str

@@ -16,6 +16,9 @@ MEMORY = 0.995
 """Weight of a measurement after each further one."""
 ENOUGH = 8
 """Measurements of a kind before its fit is used."""
+SETTLED = 128
+EVERY = 8
+"""From `SETTLED` on a measurement moves a fit little: it is told to routing after every few."""
 PRIOR_S = (0.002, 5e-4, 1e-8)
 SPREAD = 9.0
 """A guess, and its variance in multiples of itself; a handful of prompts outweighs it."""
@@ -93,7 +96,7 @@ class PrefillCosts:
         kind = int(fleet.kind[slot])
         fit = self._fits.setdefault(kind, _Fit())
         fit.observe(tokens, context, seconds)
-        if fit.count >= ENOUGH:
+        if fit.count >= ENOUGH and (fit.count < SETTLED or fit.count % EVERY == 0):
             self._publish(fleet, np.flatnonzero(fleet.used & (fleet.kind == kind)), fit)
 
     def describe(self, fleet: Fleet, slot: int) -> None:

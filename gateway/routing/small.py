@@ -31,12 +31,21 @@ class _Facts:
         self.rate: list[float] = fleet.rate.tolist()
         self.max_tokens: list[int] = fleet.max_tokens.tolist()
         self.mode: list[int] = fleet.mode.tolist()
-        self.live = [
-            own + foreign
-            for own, foreign in zip(fleet.own_requests.tolist(), fleet.foreign_requests.tolist(), strict=True)
-        ]
         self.rows: list[int] = fleet.rows.tolist()
+        self.own_requests: list[float] = fleet.own_requests.tolist()
+        self.foreign_requests: list[float] = fleet.foreign_requests.tolist()
+        self.own_s: list[float] = fleet.own_s.tolist()
+        self.head_s: list[float] = fleet.head_s.tolist()
+        self.head_since: list[float] = fleet.head_since.tolist()
+        self.foreign_tokens: list[float] = fleet.foreign_tokens.tolist()
+        self.base_s: list[float] = fleet.base_s.tolist()
+        self.square_s: list[float] = fleet.square_s.tolist()
+        self.replay_tokens: list[int] = fleet.replay_tokens.tolist()
         self.alive = _alive(fleet, job.model, now)
+
+    def live(self, slot: int) -> float:
+        """As `Fleet.live_requests`."""
+        return self.own_requests[slot] + self.foreign_requests[slot]
 
     def token_seconds(self, slot: int) -> float:
         """As `scorers.token_seconds`."""
@@ -45,6 +54,21 @@ class _Facts:
             return measured
         reported = self.rate[slot]
         return 1.0 / (reported if reported > 0 else self.rules.prefill_tokens_per_s)
+
+    def queue_seconds(self, slot: int) -> float:
+        """As `scorers.queue_seconds`."""
+        begun = min(max(self.now - self.head_since[slot], 0.0), self.head_s[slot])
+        return self.own_s[slot] - begun + self.foreign_tokens[slot] * self.token_seconds(slot)
+
+    def compute_seconds(self, slot: int, matched: int) -> float:
+        """As `scorers.compute_seconds`."""
+        num_tokens = self.job.num_tokens
+        uncached = float(max(num_tokens - max(matched - self.replay_tokens[slot], 0), 1))
+        measured = self.token_s[slot] > 0
+        base = self.base_s[slot] if measured else self.rules.base_s
+        square = self.square_s[slot] if measured else self.rules.quadratic_s
+        attention = square * uncached * (num_tokens - uncached / 2)
+        return base + uncached * self.token_seconds(slot) + attention
 
 
 def _alive(fleet: Fleet, model: int, now: float) -> Rows:
@@ -105,7 +129,7 @@ def _decode_workers(facts: _Facts) -> Rows | Shortage:
     free = [slot for slot in fitting if slot not in job.exclude_decode]
     if not free:
         return Shortage(role="decode", message="no further decode worker is ready")
-    roomy = [slot for slot in free if facts.live[slot] < facts.rows[slot] + facts.rules.max_waiting_requests]
+    roomy = [slot for slot in free if facts.live(slot) < facts.rows[slot] + facts.rules.max_waiting_requests]
     return roomy or Shortage(role="capacity", message="the queues of all decode workers are full")
 
 
@@ -184,40 +208,15 @@ def _pairs(facts: _Facts, prefill: Rows, decode: Rows) -> list[list[bool]]:
 
 def _prefill_side(facts: _Facts, slots: Rows) -> _Side:
     rules = facts.rules
-    queue = _queue_seconds(facts, slots)
-    compute = [_compute_seconds(facts, slot, facts.matched[slot]) for slot in slots]
+    queue = [facts.queue_seconds(slot) for slot in slots]
+    compute = [facts.compute_seconds(slot, facts.matched[slot]) for slot in slots]
     if rules.policy == "prefix":
         horizon = _horizon_seconds(facts, slots, compute)
     else:
         # Takes out again what a prefix saves: predictions stay true, the choice does not look at it.
-        horizon = [_compute_seconds(facts, slot, 0) - seconds for slot, seconds in zip(slots, compute, strict=True)]
+        horizon = [facts.compute_seconds(slot, 0) - seconds for slot, seconds in zip(slots, compute, strict=True)]
     cost = [a + b + c for a, b, c in zip(queue, compute, horizon, strict=True)]
     return _Side(queue, compute, horizon, cost)
-
-
-def _queue_seconds(facts: _Facts, slots: Rows) -> list[float]:
-    """As `scorers.queue_seconds`."""
-    fleet, now = facts.fleet, facts.now
-    own_s: list[float] = fleet.own_s.tolist()
-    head_s: list[float] = fleet.head_s.tolist()
-    head_since: list[float] = fleet.head_since.tolist()
-    foreign: list[float] = fleet.foreign_tokens.tolist()
-    return [
-        own_s[slot] - min(max(now - head_since[slot], 0.0), head_s[slot]) + foreign[slot] * facts.token_seconds(slot)
-        for slot in slots
-    ]
-
-
-def _compute_seconds(facts: _Facts, slot: int, matched: int) -> float:
-    """As `scorers.compute_seconds`."""
-    fleet, job, rules = facts.fleet, facts.job, facts.rules
-    saved = max(matched - int(fleet.replay_tokens[slot]), 0)
-    uncached = float(max(job.num_tokens - saved, 1))
-    measured = facts.token_s[slot] > 0
-    base = float(fleet.base_s[slot]) if measured else rules.base_s
-    square = float(fleet.square_s[slot]) if measured else rules.quadratic_s
-    attention = square * uncached * (job.num_tokens - uncached / 2)
-    return base + uncached * facts.token_seconds(slot) + attention
 
 
 def _horizon_seconds(facts: _Facts, slots: Rows, compute: list[float]) -> list[float]:
@@ -251,7 +250,7 @@ def _decode_seconds(facts: _Facts, slots: Rows, held: list[int]) -> list[float]:
     found: list[float] = []
     for slot, matched in zip(slots, held, strict=True):
         whole = output * (step_s[slot] if step_s[slot] > 0 else rules.step_s)
-        live, rows = facts.live[slot], max(facts.rows[slot], 1)
+        live, rows = facts.live(slot), max(facts.rows[slot], 1)
         slower = whole * min(live + 1, rows) / rows
         row_wait = whole * max(live + 1 - rows, 0) / rows
         pages = math.ceil((job.num_tokens + output - matched) / max(sizes[slot], 1))

@@ -112,6 +112,7 @@ class DeepseekChat:
             shown=frozenset(added[kind.default_str()] for kind in names if kind.default_str() in added),
         )
         self._marks_without_calls = replace(self._marks, call=None)
+        self._thought = thought_rules((self._marks.think_end,))
 
     @property
     def ignored_fields(self) -> frozenset[str]:
@@ -145,7 +146,7 @@ class DeepseekChat:
             chat.tool_choice,
             chat.shape,
             self._calls,
-            thought=thought_rules((self._marks.think_end,)) if reasons else (),
+            thought=self._thought if reasons else (),
             lead=r"\n{0,2}",
             is_begun=not request.conversation.thinking_mode,
         )
