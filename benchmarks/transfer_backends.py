@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer_backends [--transports shm,tcp,nixl:landing=staged] [--repeat 5] [--record NAME]
 
-Requests of 2 MiB of scattered records, so many in flight, read from another process by the shipped `Transport`. In
+Requests of 2 MiB (or --request bytes) of scattered records, so many in flight, read from another process by the shipped `Transport`. In
 each cell all contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds.
 ``socket`` has as many requests in flight as the transports, ``stream`` all of them. All contestants write the same
 memory and read the same, both touched before; what they ask for is laid out before the clock starts. Also: how long
@@ -113,10 +113,10 @@ def records_of(requests: Sequence[Request]) -> list[Records]:
     ]
 
 
-def requests_of(record: int) -> list[Request]:
-    """The whole pool in a random order of records on both sides, cut into requests."""
+def requests_of(record: int, request: int = REQUEST) -> list[Request]:
+    """The whole pool in a random order of records on both sides, cut into requests of so many bytes."""
     rng = np.random.default_rng(record)
-    count, each = POOL // record, max(1, REQUEST // record)
+    count, each = POOL // record, max(1, request // record)
     theirs, ours = rng.permutation(count) * record, rng.permutation(count) * record
     cuts = range(0, count, each)
     return [(theirs[at : at + each].tolist(), ours[at : at + each].tolist(), record) for at in cuts]
@@ -157,7 +157,9 @@ def latencies(readers: dict[str, Reader], count: int = 2000) -> dict[str, object
     return rows
 
 
-def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: Sequence[int]) -> dict[str, object]:
+def campaign(
+    names: Sequence[str], repeat: int, records: Sequence[int], depths: Sequence[int], request: int
+) -> dict[str, object]:
     """All cells."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
@@ -190,7 +192,7 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
         mine = psutil.Process().pid
         cells = []
         for record in records:
-            requests = requests_of(record)
+            requests = requests_of(record, request)
             laid_out = records_of(requests)
             for depth in depths:
                 contestants: dict[str, Callable[[], list[float]]] = {
@@ -208,13 +210,21 @@ def campaign(names: Sequence[str], repeat: int, records: Sequence[int], depths: 
                         _check(source, memory.regions[0].nbytes, region_view(memory.regions[0]), requests)
                 cells.append(_cell(record, depth, figures))
                 print(cells[-1], flush=True)
-        blocked, waits = blocking(readers, lambda record: records_of(requests_of(record))), latencies(readers)
+        views = region_view(memory.regions[0]), source
+        blocked = blocking(readers, lambda record: records_of(requests_of(record)), *views)
+        waits = latencies(readers)
         print(blocked, waits)
         for reader in readers.values():
             reader.transport.destroy()
         wire.close()
-        del source
-        return {"cells": cells, "blocking": blocked, "one_record": waits, "did_not_run": failed}
+        del source, views
+        return {
+            "request_bytes": request,
+            "cells": cells,
+            "blocking": blocked,
+            "one_record": waits,
+            "did_not_run": failed,
+        }
 
 
 def name_of(variant: str) -> str:
@@ -269,6 +279,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--records", default=",".join(map(str, RECORDS)))
     parser.add_argument("--in-flight", default=",".join(map(str, IN_FLIGHT)))
+    parser.add_argument("--request", type=int, default=REQUEST)
     parser.add_argument("--record", default="")
     options = parser.parse_args()
     load = psutil.getloadavg()
@@ -277,6 +288,7 @@ def main() -> None:
         options.repeat,
         [int(value) for value in options.records.split(",")],
         [int(value) for value in options.in_flight.split(",")],
+        options.request,
     )
     if options.record:
         note = f"load average at the start {load[0]:.1f}, at the end {psutil.getloadavg()[0]:.1f}, on a shared machine"

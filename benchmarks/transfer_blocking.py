@@ -1,8 +1,10 @@
 """How long the thread that calls a transport is blocked in the call, told apart from what the machine takes from it.
 
 Of each call: wall time, its own CPU time, and the time it was ready and waited for a core, as the kernel counts it. What is
-left is blocking: locks, the interpreter lock, system calls that wait. Beside it a process without any transfer wants to
-run every millisecond: how late it is shows what the machine does to everybody.
+left is blocking: locks, the interpreter lock, system calls that wait. A thread that holds the interpreter lock may lose its
+core too, and then others are blocked by the machine: the row without a transport shows how often, where a bare thread
+copies the same records and the calls do nothing. Beside each row a process without any of this wants to run every
+millisecond: how late it is shows what the machine does to everybody.
 """
 
 import contextlib
@@ -12,12 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from core.errors import NoCapacity
-from kv_transfer.api import Op, Records, Transport
+from kv_transfer.api import Records
+from kv_transfer.memory import U8
+from kv_transfer.views import copy_slices
 
 IN_FLIGHT = 8
 PERIOD_S = 0.001
@@ -44,9 +49,10 @@ print(late)
 class Caller(Protocol):
     """What is measured: something that posts reads and polls."""
 
-    transport: Transport
+    transport: Any
+    """A `Transport`, or what can be polled like one."""
 
-    def submit(self, records: Records) -> Op:
+    def submit(self, records: Records) -> Any:
         """Post one read; raises NoCapacity."""
         ...
 
@@ -64,8 +70,50 @@ class Call(msgspec.Struct, frozen=True):
         return max(0.0, self.wall - self.cpu - self.queued)
 
 
-def blocking(readers: Mapping[str, Caller], reads_of: Callable[[int], list[Records]]) -> dict[str, object]:
+class Bare:
+    """Nothing to call, and a thread that copies records all the time."""
+
+    def __init__(self, target: U8, source: U8) -> None:
+        self.transport = SimpleNamespace(poll=lambda: [SimpleNamespace(id=0)])
+        self._memory = target, source
+        self._records: Records | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._copy)
+        self._thread.start()
+
+    def submit(self, records: Records) -> SimpleNamespace:
+        """Have the thread copy these from now on."""
+        self._records = records
+        return SimpleNamespace(id=0)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _copy(self) -> None:
+        target, source = self._memory
+        while not self._stop.is_set():
+            if (records := self._records) is None:
+                time.sleep(PERIOD_S)
+                continue
+            columns = (records.target_offsets.tolist(), records.source_offsets.tolist(), records.nbytes.tolist())
+            copy_slices(target, source, zip(*columns, strict=True))
+
+
+def blocking(
+    readers: Mapping[str, Caller], reads_of: Callable[[int], list[Records]], target: U8, source: U8
+) -> dict[str, object]:
     """Return rows by transport and record size; `reads_of(record bytes)` are what to read."""
+    bare = Bare(target, source)
+    try:
+        rows = _rows({"no transport": bare}, reads_of)
+    finally:
+        bare.close()
+    return rows | _rows(readers, reads_of)
+
+
+def _rows(readers: Mapping[str, Caller], reads_of: Callable[[int], list[Records]]) -> dict[str, object]:
     rows: dict[str, object] = {}
     for name, reader in readers.items():
         for record in (4096, 65536):
