@@ -94,7 +94,8 @@ class RandomParts:
         if plan.owns_index_query:
             index = config.index
             asking = Asking(
-                self._dense(index.num_heads * index.head_dim, config.q_lora_rank), self._half(index.num_heads, width)
+                self._dense(index.num_heads * index.head_dim, config.q_lora_rank),
+                self._half(index.num_heads, width) / 64,
             )
         return AttentionParts(
             wqkv=self._dense(config.q_lora_rank + config.head_dim, width),
@@ -121,11 +122,12 @@ class RandomParts:
 
     def _moe(self, experts: int) -> MoeParts:
         width, inner = self._config.hidden_size, self._config.moe.inner_size
+        padded = -(-inner // 128) * 128
         return MoeParts(
             self._half(experts, width),
             0.05 * self._randn(2, experts),
-            *self._tiles(experts, 2 * inner, width),
-            *self._tiles(experts, width, inner),
+            *self._tiles(experts, 2 * padded, width),
+            *self._tiles(experts, width, padded),
             shared_w13=self._dense(2 * inner, width),
             shared_w2=self._dense(width, inner),
         )

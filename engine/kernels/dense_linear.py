@@ -12,8 +12,9 @@ import triton.language as tl
 
 from engine.kernels.device import e4m3_value, power
 
-_FEW_ROWS = 4096
-"""Weights with fewer rows than this are cut into narrower tiles, so that more multiprocessors read them."""
+_PROGRAMS = 132
+"""Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
+_FIXED_TILE = 32
 
 
 @triton.jit
@@ -66,12 +67,14 @@ def dense_linear(
     made = torch.empty(rows, groups * out, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return made
-    wide = groups * out >= _FEW_ROWS
-    tile = 16 if fixed else max(16, min(128, triton.next_power_of_2(rows)))
-    height = 128 if wide and tile == 128 else 64 if wide or tile >= 64 else 32
+    tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
+    tiles = groups * (1 if fixed else triton.cdiv(rows, tile))
+    heights = (128, 64, 32) if tile == 128 else (64, 32)
+    height = next((h for h in heights if triton.cdiv(out, h) * tiles >= _PROGRAMS), 16)
+    step = next((s for s in (256, 128, 64) if inner % s == 0 and s * (height + tile) <= 1 << 14), 32)
     grid = (triton.cdiv(out, height), triton.cdiv(rows, tile), groups)
     _dense_linear[grid](
         codes, scales, weight, weight_scales, made, rows, K=inner, N=out, GROUPS=groups,
-        ROWS=height, TILE=tile, STEP=128 if inner % 128 == 0 else 32, num_warps=8 if height == 128 else 4, num_stages=4 if tile < 128 else 3,
+        ROWS=height, TILE=tile, STEP=step, num_warps=8 if height == 128 else 4, num_stages=3 if height == 128 else 4,
     )  # fmt: skip
     return made

@@ -35,5 +35,7 @@ def index_queries(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     rows, heads, width = x.shape
     made = torch.empty_like(x)
     if rows:
-        _index_queries[(rows,)](x, cos, sin, made, H=heads, D=width, ROPE=2 * cos.shape[1], num_warps=4)
+        _index_queries[(rows,)](
+            x, cos, sin, made, H=heads, D=width, ROPE=2 * cos.shape[1], num_warps=4, enable_fp_fusion=False
+        )
     return made

@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-_FEW_ROWS = 4096
-"""Weights with fewer rows than this are cut into narrower tiles, so that more multiprocessors read them."""
+_PROGRAMS = 132
+"""Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
+_FIXED_TILE = 32
 
 
 @triton.jit
@@ -39,10 +40,11 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) 
     made = torch.empty(rows, out, dtype=torch.float32, device=x.device)
     if not rows:
         return made
-    tile = 16 if fixed else max(16, min(128, triton.next_power_of_2(rows)))
-    height = 64 if out >= _FEW_ROWS or tile >= 64 else 16
+    tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
+    tiles = 1 if fixed else triton.cdiv(rows, tile)
+    height = next((h for h in (64, 32) if triton.cdiv(out, h) * tiles >= _PROGRAMS), 16)
     _plain_linear[(triton.cdiv(out, height), triton.cdiv(rows, tile))](
-        x, weight, made, rows, K=inner, N=out, ROWS=height, TILE=tile, STEP=64 if inner % 64 == 0 else 32,
+        x, weight, made, rows, K=inner, N=out, ROWS=height, TILE=tile, STEP=128 if inner % 128 == 0 and tile <= 32 else 64 if inner % 64 == 0 else 32,
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return made

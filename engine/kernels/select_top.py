@@ -47,6 +47,17 @@ def _select(
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     if FIRST:
         seen = tl.load(VISIBLE + row)
+        if (chunk > 0) & (chunk * CHUNK * BLOCK >= seen):
+            # Nothing to choose from, which is what most chunks of a wide table have.
+            nothing = tl.arange(0, WIDTH)
+            tl.store(
+                OUT_IDS + row * out_stride + chunk * K + nothing, tl.full((WIDTH,), -1, tl.int32), mask=nothing < K
+            )
+            if not LAST:
+                tl.store(
+                    OUT_KEYS + row * out_stride + chunk * K + nothing, tl.zeros((WIDTH,), tl.uint32), mask=nothing < K
+                )
+            return
         if BLOCK == 1:
             key = _ordered(tl.load(SCORES + row * score_stride + at, mask=at < seen, other=float("-inf")))
         else:

@@ -36,5 +36,5 @@ def turn_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     pairs = cos.shape[1]
     _turn_heads[(rows,)](
         x, cos, sin, H=heads, HEADS=triton.next_power_of_2(heads), D=width, ROPE=2 * pairs,
-        PAIRS=triton.next_power_of_2(pairs), num_warps=4,
+        PAIRS=triton.next_power_of_2(pairs), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.deepseek_v41.config import V41Config
-from engine.models.deepseek_v41.device.memory import DeviceMemory, EntryPages
+from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.device.parts import AttentionParts, bits_of
 from engine.models.deepseek_v41.device.rows import DeviceStep
@@ -66,49 +66,29 @@ class DeviceAttention:
         self._window = config.window
         self._eps = config.norm_eps
         self._index_heads = config.index.num_heads
-        self._index_scale = config.index.head_dim**-0.5 * config.index.num_heads**-0.5
 
     def write_entries(self, inputs: Inputs, run: StepRun) -> None:
         """Store the entries and index keys that the step completes, for an owner; reads all rows of the step."""
         pooling, step, ops = self._parts.pooling, run.step, run.ops
         if pooling is None:
             return
-        m, tokens = self._plan.m, step.tokens
+        m, held = self._plan.m, run.memory.owners[self._plan.index]
         fresh = ops.plain_linear(inputs.values, pooling.weight, fixed=run.fixed)
-        pending, index = (fresh[:, None], torch.arange(len(fresh), device=fresh.device)[:, None])
-        if m > 1:
-            pending, index = self._with_pending(fresh, run)
-        positions = tokens.positions
-        done = (tokens.slots >= 0) & ((positions + 1) % m == 0)
-        if step.write_from is not None:
-            done = done & (positions >= step.write_from)
-        held: EntryPages = run.memory.owners[self._plan.index]
-        page_tokens = held.each * m
-        page = tokens.slots.div(page_tokens, rounding_mode="floor").masked_fill(~done, -1)
-        at = (tokens.slots.clamp(min=0) % page_tokens).div(m, rounding_mode="floor")
-        turn = run.step.turn(self._plan.rope, self._plan.m)
+        ring = run.memory.pending.get(self._plan.index)
+        rows = step.entries(m, held.each * m, 0 if ring is None else ring.shape[1])
+        pending = fresh[:, None]
+        if ring is not None:
+            # Behind the step's own rows, those of the token before each sequence's first one.
+            sequences = step.sequences
+            old = ring[sequences.rows, (sequences.start - 1) % ring.shape[1]]
+            positions = step.tokens.positions
+            ops.commit_ring(fresh.view(torch.uint8), rows.number, rows.record, positions, ring.view(torch.uint8))
+            pending = torch.cat((fresh, old)).unflatten(1, (2, -1))
+        turn = step.turn(self._plan.rope, m)
         ops.store_entries(
-            pending, index, pooling.norm, pooling.wk, pooling.key_norm, turn.cos, turn.sin, page, at,
+            pending, rows.index, pooling.norm, pooling.wk, pooling.key_norm, turn.cos, turn.sin, rows.page, rows.at,
             held.entries, held.key_codes, held.key_scales, self._eps,
         )  # fmt: skip
-
-    def _with_pending(self, fresh: torch.Tensor, run: StepRun) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pending rows [t + b, 2, D] and the indices int64 [t, 2] of those that make each token's entry.
-
-        Behind the step's own rows lie those of the token before each sequence's first one. Keeps the last rows for
-        later steps.
-        """
-        step, ring = run.step, run.memory.pending[self._plan.index]
-        tokens, sequences = step.tokens, step.sequences
-        slots = ring.shape[1]
-        old = ring[sequences.rows, (sequences.start - 1) % slots]
-        number = torch.arange(len(fresh), device=fresh.device)
-        is_first = number == sequences.first[tokens.owner]
-        before = torch.where(is_first, len(fresh) + tokens.owner, (number - 1).clamp(min=0))
-        last = tokens.positions >= sequences.end[tokens.owner] - slots
-        record = tokens.record.masked_fill(~(last & (tokens.slots >= 0)), -1)
-        run.ops.commit_ring(fresh.view(torch.uint8), number, record, tokens.positions, ring.view(torch.uint8))
-        return torch.cat((fresh, old)).unflatten(1, (2, -1)), torch.stack((before, number), 1)
 
     def forward(self, inputs: Inputs, run: StepRun) -> torch.Tensor:
         """Return the sublayer's output bfloat16 [t, d]; stores the window rows of its tokens."""
@@ -122,7 +102,7 @@ class DeviceAttention:
         if parts.asking is not None:
             heads = ops.dense_linear(*asked, *bits_of(parts.asking.queries), fixed=run.fixed)
             heads = ops.index_queries(heads.unflatten(1, (self._index_heads, -1)), turn.cos, turn.sin)
-            weights = ops.plain_linear(inputs.values, parts.asking.weights, fixed=run.fixed) * self._index_scale
+            weights = ops.plain_linear(inputs.values, parts.asking.weights, fixed=run.fixed)
             assert plan.kv_source is not None
             run.selections.select(plan, heads, weights, run.memory.owners[plan.kv_source])
         attended = self._attend(queries, rows, windows.record, run)

@@ -21,6 +21,7 @@ from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.model import DeviceDeepseekModel
 from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.device.parts import DraftParts, bits_of
+from engine.models.deepseek_v41.device.recorded import Record, RecordedDrafts, RecordedVerify, record_on_gpu
 from engine.models.deepseek_v41.device.turns import Turn, Turns
 from engine.models.drafter import Captures, ChooseDraft, DraftRows, Proposal
 from engine.models.model import KVTensors
@@ -54,6 +55,7 @@ class DeviceDrafter:
         self._embed, self._head = model.parts.embed, model.parts.head
         self._device = model.device
         page_tokens = kv.layout.page_tokens
+        self._recorded: RecordedDrafts | None = None
         self._ops: Ops = model.ops(page_tokens)
         memory = DeviceMemory(model.cache_map(page_tokens), kv)
         self._rings = [memory.windows[plan.index] for plan in config.stages]
@@ -65,6 +67,8 @@ class DeviceDrafter:
     def observe(self, batch: ForwardBatch, captures: Captures, committed: I32) -> None:
         """Write the context rows of captured tokens; those of rejected ones are overwritten before they are read."""
         at = captures.at
+        if not len(at):
+            return
         q_start, committed_of = (torch.from_numpy(part).to(self._device).long() for part in (batch.q_start, committed))
         rows = torch.from_numpy(batch.rows).to(self._device).long()
         owner = torch.searchsorted(q_start[1:].contiguous(), at, right=True)
@@ -72,9 +76,13 @@ class DeviceDrafter:
         # Of a long chunk only the end fits into the ring.
         kept = (at < ends) & (at >= ends - self._rings[0].shape[1])
         positions = batch.positions.to(self._device)[at]
-        self._write(captures.values, positions, rows[owner].masked_fill(~kept, -1))
+        self.write(captures.values, positions, rows[owner].masked_fill(~kept, -1))
 
-    def _write(self, values: torch.Tensor, positions: torch.Tensor, record: torch.Tensor) -> None:
+    def record(self, how: Record) -> None:
+        """Repeat the stages from recordings from now on."""
+        self._recorded = RecordedDrafts(self._stages_of, self._device, how)
+
+    def write(self, values: torch.Tensor, positions: torch.Tensor, record: torch.Tensor) -> None:
         """Store the context of captured rows bfloat16 [n, targets d] in all stages; `record` -1: not at all."""
         ops, eps, parts = self._ops, self._config.norm_eps, self._parts
         rows = ops.dense_linear(*ops.quantize_rows(values), *bits_of(parts.main_proj), fixed=self._fixed)
@@ -88,17 +96,29 @@ class DeviceDrafter:
 
     def propose(self, wanted: DraftRows, choose: ChooseDraft) -> Proposal:
         """Draft k tokens behind every anchor."""
-        device, size = self._device, self.num_drafts
-        anchors, lengths = (torch.from_numpy(part).to(device) for part in (wanted.anchors, wanted.lengths))
-        rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(device)
+        rows = wanted.rows.astype(np.int64)
+        if self._recorded is not None:
+            base, last = self._recorded.run(rows, wanted.anchors, wanted.lengths)
+        else:
+            found = (torch.from_numpy(part).to(self._device) for part in (rows, wanted.anchors, wanted.lengths))
+            base, last = self._stages_of(*found)
+        return self._choose(torch.from_numpy(wanted.anchors).to(self._device), base, last, choose)
+
+    def _stages_of(
+        self, rows: torch.Tensor, anchors: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits float32 [b, k, V] that no token has corrected yet, and the un-normed rows [b, k, d]."""
+        size = self.num_drafts
         block = self._block(rows, lengths)
-        ids = anchors[:, None].repeat(1, size)
-        ids[:, 1:] = self._dspark.noise_token_id
+        noise = torch.full_like(anchors, self._dspark.noise_token_id)
+        ids = torch.stack((anchors, *(noise,) * (size - 1)), 1)
         norm = self._parts.stages[0].attn_norm
         flow = first_flow(self._embed[ids.flatten()], self._config.mhc.mult, norm, self._config.norm_eps, self._ops)
         for ring, stage in zip(self._rings, self._stages, strict=True):
             flow = self._stage(stage, ring, flow, block)
-        return self._choose(anchors, flow, choose)
+        last = (flow.pre[:, :, None] * flow.streams.float()).sum(1).unflatten(0, (-1, size))
+        base = self._ops.plain_linear(flow.inputs.values, self._head, fixed=self._fixed)
+        return base.unflatten(0, (-1, size)), last
 
     def _block(self, rows: torch.Tensor, lengths: torch.Tensor) -> _Block:
         device, size, window = self._device, self.num_drafts, self._config.window
@@ -138,10 +158,8 @@ class DeviceDrafter:
         made = attention.project(attended.flatten(1), ops, fixed=self._fixed)
         return stage.finish(flow, mixed, made, block.kinds, ops, fixed=self._fixed)
 
-    def _choose(self, anchors: torch.Tensor, flow: Flow, choose: ChooseDraft) -> Proposal:
+    def _choose(self, anchors: torch.Tensor, base: torch.Tensor, rows: torch.Tensor, choose: ChooseDraft) -> Proposal:
         parts, ops, size = self._parts, self._ops, self.num_drafts
-        rows = (flow.pre[:, :, None] * flow.streams.float()).sum(1).unflatten(0, (-1, size))
-        base = ops.plain_linear(flow.inputs.values, self._head, fixed=self._fixed).unflatten(0, (-1, size))
         before, tokens, confidences = anchors, list[torch.Tensor](), list[torch.Tensor]()
         for i in range(size):
             state = parts.markov_embed[before]
@@ -156,7 +174,14 @@ class DeviceDrafter:
 
 
 class DraftingDeviceModel(DeviceDeepseekModel):
-    """A model that comes with DSpark: `engine.models.drafter.SpeculativeModel`."""
+    """A model that comes with DSpark: `engine.models.drafter.SpeculativeModel`.
+
+    On a GPU verify steps and drafts over the KV memory of the last drafter are repeated from recordings.
+    """
+
+    record: Record | None = None
+    """How steps are recorded; None: on a GPU into graphs, elsewhere not."""
+    _verify: tuple[KVTensors, RecordedVerify] | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -167,8 +192,27 @@ class DraftingDeviceModel(DeviceDeepseekModel):
     def drafter(self, kv: KVTensors) -> DeviceDrafter:
         """Return the drafter over the KV memory that `forward_captured` is called with."""
         assert self.parts.draft is not None
-        return DeviceDrafter(self.parts.draft, self, kv)
+        drafter = DeviceDrafter(self.parts.draft, self, kv)
+        how = self.record or (record_on_gpu if self.device.type == "cuda" else None)
+        if how is not None and (self.record is not None or self.ops(kv.layout.page_tokens).captured):
+            drafter.record(how)
+
+            def forward(batch: ForwardBatch) -> tuple[torch.Tensor, Captures]:
+                logits, captures = self._run(batch, kv)
+                laid = batch.device_rows
+                assert laid is not None
+                # Rejected tokens' context is overwritten before it is read; padding's goes nowhere.
+                owner = torch.searchsorted(laid.q_start[1:].contiguous(), captures.at.int(), right=True)
+                record = laid.rows[owner.clamp(max=len(laid.rows) - 1)].long().masked_fill(batch.slots < 0, -1)
+                drafter.write(captures.values, batch.positions, record)
+                return logits, captures
+
+            vocab, each = self.config.vocab_size, 1 + self.num_drafts
+            self._verify = kv, RecordedVerify(forward, each, self.device, vocab, how)
+        return drafter
 
     def forward_captured(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
         """As `forward`, and what the drafter observes: of every row that ran with a decoder window of its own."""
+        if self._verify is not None and self._verify[0] is kv and self._verify[1].fits(batch):
+            return self._verify[1].run(batch), self._nothing()[1]
         return self._run(batch, kv)

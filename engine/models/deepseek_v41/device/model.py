@@ -111,7 +111,8 @@ class DeviceDeepseekModel:
                     if not len(kept):
                         return self._nothing()
                     flow = flow.take(kept)
-                run = self._shared(step, memory, run.ops, fixed=run.fixed)
+                if step.has_floors:
+                    run = self._shared(step, memory, run.ops, fixed=run.fixed)
             self.executed_rows[layer.plan.index] += step.tokens.count
             flow = layer.forward(flow, run)
         logits = run.ops.plain_linear(flow.inputs.values[step.sampled()], self.parts.head, fixed=run.fixed)
@@ -134,7 +135,7 @@ class DeviceDeepseekModel:
         tokens = step.tokens
         at = torch.arange(len(step.ids), device=self.device) if tokens.at is None else tokens.at
         values = torch.cat(captures, 1).bfloat16()
-        if step.write_from is None:
+        if not step.has_floors:
             return Captures(at, values)
         return Captures(at[tokens.kept], values[tokens.kept])
 

@@ -57,6 +57,7 @@ def ops_of(
     narrow_keys = config.index.head_dim != _KEY or per_page % _KEY != 0
     odd_tiles = config.window % _KEYS_TILE != 0 or config.index.top_k % _KEYS_TILE != 0 or config.num_heads % 16 != 0
     refused = {
+        "commit_ring": config.head_dim % 128 != 0,
         "stream_coefficients": config.mhc.mult * config.hidden_size % _SLICES != 0,
         "index_scores": narrow_keys,
         "block_scores": narrow_keys,
@@ -72,6 +73,10 @@ def ops_of(
     return Ops(**found, captured=is_captured)
 
 
+def _is_power_of_4(n: int) -> bool:
+    return n & (n - 1) == 0 and n.bit_length() % 2 == 1
+
+
 def check_supported(config: V41Config) -> None:
     """Raise `ConfigError` for a model of the family whose forms only the CPU has."""
     reasons = {
@@ -83,6 +88,9 @@ def check_supported(config: V41Config) -> None:
         or config.mhc.sinkhorn_iters != 20,
         "layers routed by token id": any(layer.hash_routed for layer in config.layers),
         "compression of other than 1 or 2 tokens per entry": any(layer.m not in (0, 1, 2) for layer in config.layers),
+        "index heads whose scale is no power of two": not _is_power_of_4(
+            config.index.head_dim * config.index.num_heads
+        ),
         "a hidden size that is no multiple of 128": config.hidden_size % 128 != 0,
     }
     for reason, is_so in reasons.items():

@@ -44,7 +44,7 @@ class Asking:
     """What a layer that selects entries asks with."""
 
     queries: Dense  # from the query latent
-    weights: torch.Tensor  # bfloat16 [index heads, d]
+    weights: torch.Tensor  # bfloat16 [index heads, d], with the scores' scale in them
 
 
 @dataclass(frozen=True, slots=True)

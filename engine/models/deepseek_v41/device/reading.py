@@ -126,7 +126,9 @@ class _Reader:
         )
 
     def _asking(self, at: str) -> Asking:
-        return Asking(self._dense(f"{at}.wq_b"), self._half(f"{at}.weights_proj.weight"))
+        # A power of two (`check_supported`), so that the weights hold it exactly.
+        scale = (self._config.index.head_dim * self._config.index.num_heads) ** -0.5
+        return Asking(self._dense(f"{at}.wq_b"), self._half(f"{at}.weights_proj.weight") * scale)
 
     def _moe(self, at: str, num_experts: int) -> MoeParts:
         config = self._config

@@ -63,6 +63,19 @@ class Sequences:
     pages: torch.Tensor  # int32 [b, p]
 
 
+@dataclass(frozen=True, slots=True)
+class EntryRows:
+    """Which entries of one ratio a step completes, at most one a token, and what of its tokens stays pending."""
+
+    page: torch.Tensor  # int64 [t]; -1: the token completes none
+    at: torch.Tensor  # int64 [t] entry inside the page
+    index: (
+        torch.Tensor
+    )  # int64 [t, m] rows that make it: the step's own, and behind them one before each sequence's first
+    number: torch.Tensor  # int64 [t] 0, 1, 2 ..
+    record: torch.Tensor  # int64 [t] engine row of tokens that stay pending; -1: it does not
+
+
 class DeviceStep:
     """One batch on a device; `tokens` becomes narrower where the decoder begins, if rows leave there."""
 
@@ -75,6 +88,7 @@ class DeviceStep:
         self._device = device
         self._turns = turns
         self._made: dict[tuple[str, int], Turn] = {}
+        self._entries: dict[int, EntryRows] = {}
         laid = batch.device_rows or _laid(batch, device)
         self.max_tokens = laid.max_q
         """Most tokens of one sequence."""
@@ -104,10 +118,9 @@ class DeviceStep:
             kept=positions >= lowest,
             kinds=kinds.masked_fill(~is_real, -1),
         )
-        self.write_from: torch.Tensor | None = None
-        """int64 [t]: tokens below write no entries; None: all do."""
+        self._write_from: torch.Tensor | None = None
         if batch.replay is not None:
-            self.write_from = torch.from_numpy(batch.replay.write_from.astype(np.int64)).to(device)[owner]
+            self._write_from = torch.from_numpy(batch.replay.write_from.astype(np.int64)).to(device)[owner]
 
     def _floors(self, batch: ForwardBatch, part: str) -> torch.Tensor | None:
         """Return int64 [b]: the window floors of a part of the model; None: there are none."""
@@ -161,6 +174,34 @@ class DeviceStep:
             return None
         inside = np.arange(int(batch.q_start[-1])) - np.repeat(batch.q_start[:-1], lengths)
         return np.flatnonzero(inside >= np.repeat(skipped, lengths))
+
+    @property
+    def has_floors(self) -> bool:
+        """Whether the batch says which rows have windows; then `enter_decoder` may change them."""
+        return self._write_from is not None
+
+    def entries(self, m: int, page_tokens: int, slots: int) -> EntryRows:
+        """Return the entries of m tokens each that all of the batch's tokens complete; `slots` of a pending ring."""
+        if m not in self._entries:
+            tokens, positions = self.tokens, self.tokens.positions
+            done = (tokens.slots >= 0) & ((positions + 1) % m == 0)
+            if self._write_from is not None:
+                done = done & (positions >= self._write_from)
+            number = torch.arange(len(positions), device=self._device)
+            own = number[:, None]
+            if m > 1:
+                is_first = number == self.sequences.first[tokens.owner]
+                before = torch.where(is_first, len(positions) + tokens.owner, (number - 1).clamp(min=0))
+                own = torch.stack((before, number), 1)
+            last = positions >= self.sequences.end[tokens.owner] - slots
+            self._entries[m] = EntryRows(
+                page=tokens.slots.div(page_tokens, rounding_mode="floor").masked_fill(~done, -1),
+                at=(tokens.slots.clamp(min=0) % page_tokens).div(m, rounding_mode="floor"),
+                index=own,
+                number=number,
+                record=tokens.record.masked_fill(~(last & (tokens.slots >= 0)), -1),
+            )
+        return self._entries[m]
 
     def turn(self, rope: str, group: int = 1) -> Turn:
         """Return the turns of all tokens; with `group`, of the first token of the entry that each one completes."""

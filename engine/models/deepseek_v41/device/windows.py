@@ -24,6 +24,7 @@ class Windows:
         self.is_chunk = step.max_tokens > step_tokens
         """Whether rows lie in scratch records."""
         self._capacity = window - 1 + step.max_tokens
+        self._places: dict[int, torch.Tensor] = {}
         self.record = tokens.owner if self.is_chunk else tokens.record
         """int64 [t]: the record that each token attends in."""
         self.store = self.record.masked_fill(~tokens.kept, -1)
@@ -35,7 +36,10 @@ class Windows:
 
     def at(self, rows: torch.Tensor) -> torch.Tensor:
         """Return int64 [t]: the place of every token in its record."""
-        return self._tokens.positions % rows.shape[1]
+        capacity = rows.shape[1]
+        if capacity not in self._places:
+            self._places[capacity] = self._tokens.positions % capacity
+        return self._places[capacity]
 
     def commit(self, ring: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep what later steps can read, once `rows` are stored."""

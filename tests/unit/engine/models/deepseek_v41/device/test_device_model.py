@@ -93,6 +93,39 @@ def test_in_float64_proposals_are_the_cpus():
     np.testing.assert_allclose(found[0].confidences, found[1].confidences, atol=1e-6)
 
 
+def test_recorded_verify_steps_and_drafts_are_those_that_are_not_recorded():
+    ids = text(4, 60)
+    plain, recorded = WideDriver(), WideDriver()
+    made = []
+
+    def record(work):
+        made.append(work)
+        return work
+
+    recorded.model.record = record
+    found = []
+    for driver in (plain, recorded):
+        drafter, logits = driver.model.drafter(driver.kv), []
+        # Prompts are longer than a block; then verify steps of one, three and two rows, the second with rejected tokens.
+        for chunks in ({0: ids[:17], 3: ids[20:29]}, {0: ids[17:19]}, {3: [5], 0: ids[19:25]}, {0: [7], 3: [9, 11]}):
+            given = driver.step(chunks)
+            logits += given.values()
+            with wide():
+                drafter.observe(*driver.last, np.array([min(2, len(c)) for c in chunks.values()], np.int32))
+            for row, chunk in chunks.items():
+                driver.rewind(row, driver.rows[row].length - max(0, min(len(chunk), 6) - 2))
+        lengths = np.array([driver.rows[r].length for r in (0, 3)])
+        wanted = DraftRows(np.array([0, 3], np.int32), np.array([8, 12]), lengths)
+        with wide():
+            found.append((torch.cat(logits), drafter.propose(wanted, lambda _, scores: scores.argmax(1).numpy())))
+    # Two sizes of steps, one of drafts; what is recorded is kept in float32.
+    assert len(made) == 3
+    (want, proposed), (got, again) = found
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0, check_dtype=False)
+    assert np.array_equal(again.tokens, proposed.tokens)
+    np.testing.assert_allclose(again.confidences, proposed.confidences, atol=1e-5)
+
+
 def on_device(batch, rows=6, tokens=20, width=24):
     """The batch as a device executor lays it out: padded, its rows in tensors, its host arrays useless."""
     b, t, columns = len(batch.rows), len(batch.token_ids), batch.page_table.shape[1]
