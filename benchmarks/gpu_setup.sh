@@ -7,5 +7,5 @@ TANDEM_SITE=${TANDEM_SITE:-/tmp/tandem-site}
 if [ ! -d "$TANDEM_SITE" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$TANDEM_SITE" wheels/gpu/*.whl 2>&1 | grep -v WARNING
 fi
-export PYTHONPATH="$TANDEM_SITE:$PWD"
+export PYTHONPATH="$TANDEM_SITE:$PWD:$PWD/proto"
 python3 -c 'import grpc, google.protobuf, msgspec, tokenizers, torch, uvicorn; print("torch", torch.__version__, "gpus", torch.cuda.device_count())'

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_size_t, c_uint64
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -49,8 +48,8 @@ class Memory(Protocol):
 
     cuda: Cuda
 
-    def allocate(self, nbytes: int) -> MemoryRegion:
-        """Return a plain allocation on device 0."""
+    def allocate(self, nbytes: int, device: int = 0) -> MemoryRegion:
+        """Return a plain allocation on a device."""
         ...
 
 
@@ -60,13 +59,10 @@ class GpuMemory:
     def __init__(self, directory: str) -> None:
         del directory
         self.cuda = CudaDriver()
-        self._driver = self.cuda
 
-    def allocate(self, nbytes: int) -> MemoryRegion:
-        self._driver.use(0)
-        address = c_uint64()
-        self._driver.call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
-        return MemoryRegion(id=0, address=address.value, nbytes=nbytes, writable=True, device=0)
+    def allocate(self, nbytes: int, device: int = 0) -> MemoryRegion:
+        address = self.cuda.allocate(device, nbytes)
+        return MemoryRegion(id=0, address=address, nbytes=nbytes, writable=True, device=device)
 
 
 class Open:
@@ -159,7 +155,7 @@ def timed(repeats: int, run: Callable[[], None], nbytes: int) -> dict[str, objec
 def measure(options: argparse.Namespace, name: str, memory: Memory, directory: str) -> dict[str, object]:
     """Read all pages over one transport, permuted on both sides, and compare every byte."""
     pages, size = options.pages, options.page_bytes
-    region, news = memory.allocate(pages * size), threading.Event()
+    region, news = memory.allocate(pages * size, options.target_device), threading.Event()
     transport = open_transport(name, memory, region, directory, news.set, serves=False)
     rng = np.random.default_rng(7)
     order, places = rng.permutation(pages), rng.permutation(pages)
@@ -182,7 +178,7 @@ def measure(options: argparse.Namespace, name: str, memory: Memory, directory: s
             one = timed(50, lambda: read(order[:1], places[:1]), size)
             whole = timed(options.repeats, lambda: read(order, places), pages * size)
             landed = np.zeros(pages * size, np.uint8)
-            memory.cuda.copy(0, [(int(landed.ctypes.data), region.address, region.nbytes)])
+            memory.cuda.copy(options.target_device, [(int(landed.ctypes.data), region.address, region.nbytes)])
             expected = pattern(pages, size).reshape(pages, size)
             same = bool(np.array_equal(landed.reshape(pages, size)[places], expected[order]))
     finally:
@@ -191,8 +187,13 @@ def measure(options: argparse.Namespace, name: str, memory: Memory, directory: s
 
 
 def limit(options: argparse.Namespace, memory: Memory) -> dict[str, object]:
-    """The same bytes within one process: in one piece, and page by page in the same order."""
+    """The same bytes within one process: in one piece, and page by page in the same order.
+
+    Between two devices: as torch copies from one to the other, in one piece.
+    """
     pages, size = options.pages, options.page_bytes
+    if options.target_device:
+        return between_devices(options)
     first, second = (memory.allocate(pages * size) for _ in range(2))
     rng = np.random.default_rng(7)
     order, places = rng.permutation(pages).tolist(), rng.permutation(pages).tolist()
@@ -202,6 +203,21 @@ def limit(options: argparse.Namespace, memory: Memory) -> dict[str, object]:
         "one_piece": timed(options.repeats, lambda: memory.cuda.copy(0, whole), pages * size),
         "page_by_page": timed(options.repeats, lambda: memory.cuda.copy(0, each), pages * size),
     }
+
+
+def between_devices(options: argparse.Namespace) -> dict[str, object]:
+    """A plain peer-to-peer copy from device 0."""
+    torch = importlib.import_module("torch")
+    nbytes = options.pages * options.page_bytes
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{options.target_device}")
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(target.device)
+
+    reaches = torch.cuda.can_device_access_peer(options.target_device, 0)
+    return {"peer_access": reaches, "one_piece": timed(options.repeats, copy, nbytes)}
 
 
 def load_memory(path: str, directory: str) -> Memory:
@@ -219,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", default="benchmarks.transfer_gpu:GpuMemory")
     parser.add_argument("--pages", type=int, default=1024)
     parser.add_argument("--page-bytes", type=int, default=PAGE_BYTES)
+    parser.add_argument("--target-device", type=int, default=0, help="the source is on device 0")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write transfer_gpu.json there")
     parser.add_argument("--commit", default="", help="what to record where there is no repository")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+from kv_transfer.api import I64
+
 HANDLE_BYTES = 64
 """Of the name under which other processes map an allocation."""
 
@@ -56,6 +58,10 @@ class Cuda(Protocol):
 
     def unmap(self, device: int, handle: bytes) -> None:
         """Take back one `map`."""
+        ...
+
+    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64) -> None:
+        """As `copy`, of pieces [n] of device memory that do not depend on each other, in any order: many at once."""
         ...
 
     def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:

@@ -73,9 +73,9 @@ def _prepare_random_llama(cache_dir: Path) -> Path:
     def fill(directory: Path) -> None:
         body = msgspec.json.format(msgspec.json.encode(random_llama_config()), indent=2)
         (directory / "config.json").write_bytes(body)
-        write_byte_tokenizer(directory, RANDOM_VOCAB)
+        write_byte_tokenizer(directory, RANDOM_VOCAB, plain=True)
 
-    return make_directory(cache_dir / f"{RANDOM_LLAMA}-v1", RANDOM_LLAMA, fill)
+    return make_directory(cache_dir / f"{RANDOM_LLAMA}-v2", RANDOM_LLAMA, fill)
 
 
 def _prepare_deepseek(name: str, cache_dir: Path) -> Path:

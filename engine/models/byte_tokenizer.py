@@ -39,12 +39,20 @@ def byte_alphabet() -> list[str]:
     return [chars.get(byte) or chr(next(spare)) for byte in range(256)]
 
 
-def write_byte_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json for ids 0..`vocab_size` - 1 (at least 259)."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(byte_alphabet())}, merges=[]))
+def write_byte_tokenizer(directory: Path, vocab_size: int, *, plain: bool = False) -> None:
+    """Write tokenizer.json and tokenizer_config.json for ids 0..`vocab_size` - 1 (at least 259).
+
+    `plain`: the reserved ids are ordinary tokens with a text of their own (``[300]``); a hundred thousand special ones
+    would make every reader slow.
+    """
+    vocabulary = {char: i for i, char in enumerate(byte_alphabet())}
+    if plain:
+        vocabulary |= {text: 256 + i for i, text in enumerate(_SPECIAL)}
+        vocabulary |= {f"[{i}]": i for i in range(256 + len(_SPECIAL), vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - 256 - len(_SPECIAL))]
+    reserved = [] if plain else [f"<|reserved_{i}|>" for i in range(vocab_size - 256 - len(_SPECIAL))]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*_SPECIAL, *reserved)])
     tokenizer.save(str(directory / "tokenizer.json"))
     write_tokenizer_config(

@@ -4,19 +4,39 @@ Addresses are numbers. Primary contexts are shared with whatever else in this pr
 """
 
 import ctypes
+import logging
 import threading
 from collections.abc import Iterable
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
+import numpy as np
+
 from core.errors import ConfigError, TransferFailed
+from kv_transfer.api import I64
 from kv_transfer.device import HANDLE_BYTES
 
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
+_SOURCE_IN_STREAM_ORDER = 1
+_FEWEST_IN_BATCH = 4
+logger = logging.getLogger(__name__)
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """Of a batch of copies: when the sources may be read; where the memories are is found by their addresses."""
+
+    _fields_ = (
+        ("order", c_int),
+        ("source_kind", c_int),
+        ("source_id", c_int),
+        ("target_kind", c_int),
+        ("target_id", c_int),
+        ("flags", c_uint),
+    )
 
 
 class CudaDriver:
@@ -28,6 +48,8 @@ class CudaDriver:
             self.call("cuInit", c_uint(0))
         except (OSError, TransferFailed) as error:
             raise ConfigError(f"there is no usable CUDA driver here: {error}") from error
+        # CUDA 13 and newer; of older ones the call has another form.
+        self._batch = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
         self._lock = threading.Lock()
         self._contexts: dict[int, c_void_p] = {}
         self._streams: dict[tuple[int, int], c_void_p] = {}
@@ -136,6 +158,23 @@ class CudaDriver:
             if not known[1]:
                 del self._mapped[device, handle]
                 self.call("cuIpcCloseMemHandle", c_uint64(known[0]))
+
+    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64) -> None:
+        batch = self._batch
+        if batch is None or len(nbytes) < _FEWEST_IN_BATCH:
+            self.copy(device, zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
+            return
+        self.use(device)
+        stream = self._stream(device)
+        columns = [np.ascontiguousarray(column, np.uint64) for column in (targets, sources, nbytes)]
+        places = [c_void_p(column.ctypes.data) for column in columns]
+        attributes, first = _CopyAttributes(order=_SOURCE_IN_STREAM_ORDER), c_size_t(0)
+        code = int(batch(*places, c_size_t(len(nbytes)), byref(attributes), byref(first), c_size_t(1), stream))
+        self.call("cuStreamSynchronize", stream)
+        if code:
+            self._batch = None
+            logger.warning("cuMemcpyBatchAsync failed with code %d: pages are copied one by one from now on", code)
+            self.copy_apart(device, targets, sources, nbytes)
 
     def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:
         self.use(device)

@@ -7,10 +7,11 @@ grow by remapping cannot be shared this way. Regions in shared host segments are
 from collections.abc import Callable, Mapping
 
 import msgspec
+import numpy as np
 
 from core.clock import Clock
 from core.errors import ConfigError, TransferFailed
-from kv_transfer.api import HOST, Capabilities, MemoryRegion, PeerInfo, SourceGuard
+from kv_transfer.api import HOST, Capabilities, MemoryRegion, PeerInfo, Records, SourceGuard
 from kv_transfer.backends.cuda_driver import CudaDriver
 from kv_transfer.backends.lane import Job
 from kv_transfer.backends.lane_transport import LanePeer, LaneTransport, Shared
@@ -80,12 +81,16 @@ class CudaPeer(LanePeer):
 
     def read(self, job: Job) -> None:
         records = job.records
-        source = self._addresses[records.source_region]
-        target = self.shared.regions.regions[records.target_region].address
+        source, ours = self._addresses[records.source_region], self.shared.regions.regions[records.target_region]
+        target = ours.address
+        on_devices = ours.device != HOST and records.source_region not in self._views
         for part in split(records, CAPABILITIES.max_records_per_op, STEP_BYTES):
             job.check(self.shared.clock)
             columns = (part.target_offsets + target, part.source_offsets + source, part.nbytes)
-            self._cuda.copy(self._device, zip(*(column.tolist() for column in columns), strict=True))
+            if on_devices and _are_apart(part):
+                self._cuda.copy_apart(self._device, *columns)
+            else:
+                self._cuda.copy(self._device, zip(*(column.tolist() for column in columns), strict=True))
             job.op.landed_bytes += part.total_bytes
 
     def disconnect(self) -> None:
@@ -106,6 +111,13 @@ class CudaPeer(LanePeer):
         while self._handles:
             self._cuda.unmap(*self._handles.pop())
         self._addresses.clear()
+
+
+def _are_apart(records: Records) -> bool:
+    """True if no two copies write the same byte, so that their order does not matter."""
+    order = np.argsort(records.target_offsets)
+    starts, sizes = records.target_offsets[order], records.nbytes[order]
+    return bool((starts[:-1] + sizes[:-1] <= starts[1:]).all())
 
 
 class CudaTransport(LaneTransport):

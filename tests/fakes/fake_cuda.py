@@ -90,6 +90,10 @@ class FakeCuda:
         if not self.num_maps[handle]:
             self.maps.pop(handle)[0].close()
 
+    def copy_apart(self, device: int, targets, sources, nbytes) -> None:
+        order = np.random.default_rng(len(nbytes)).permutation(len(nbytes))
+        self.copy(device, zip(*(column[order].tolist() for column in (targets, sources, nbytes)), strict=True))
+
     def copy(self, device: int, copies) -> None:
         self.num_copies += 1
         for target, source, nbytes in copies:
@@ -114,7 +118,7 @@ class FakeGpuMemory:
         self.cuda = FakeCuda(directory)
         self.kept = []
 
-    def allocate(self, nbytes: int) -> MemoryRegion:
+    def allocate(self, nbytes: int, device: int = 0) -> MemoryRegion:
         memory = allocate([nbytes], incarnation=fresh_incarnation(), directory=self.cuda.directory)
         self.kept.append(memory)
-        return replace(memory.regions[0], device=0)
+        return replace(memory.regions[0], device=device)
