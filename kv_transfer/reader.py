@@ -256,6 +256,13 @@ class Reader:
                 group.on_failure(TransferFailed(f"no byte landed for {self._config.progress_timeout_s:g} s"))
 
 
+def link_statistics(readers: Sequence[Reader]) -> dict[str, float]:
+    """Return what waits for the links of all readers, what ever landed, and the seconds in which any was asked for."""
+    told = [reader.link_figures() for reader in readers]
+    names = ("backlog_bytes", "landed_bytes", "reading_s")
+    return {name: float(sum(figures[place] for figures in told)) for place, name in enumerate(names)}
+
+
 def _as_failure(error: Exception | None) -> TandemError:
     if isinstance(error, TandemError) and not isinstance(error, Aborted):
         return error

@@ -21,7 +21,7 @@ from kv_transfer.factory import BACKENDS
 from kv_transfer.handshake import transport_order
 from kv_transfer.memory import is_on_device
 from kv_transfer.probe import Prober, unseal
-from kv_transfer.reader import COUNTERS, Reader
+from kv_transfer.reader import COUNTERS, Reader, link_statistics
 from kv_transfer.session import Introduction, Session, introduce
 from kv_transfer.statistics import transport_statistics
 
@@ -106,16 +106,11 @@ class SessionBook:
     def statistics(self) -> dict[str, float]:
         """Gauges by name."""
         now, readers = self._clock.now(), list(self._readers.values())
-        backlog, landed, busy_s = (
-            sum(each) for each in zip((0, 0, 0.0), *(r.link_figures() for r in readers), strict=True)
-        )
         breakers = self._breakers.values()
         return {
             "sessions": float(len(self._sessions)),
             "open_ops": float(sum(reader.num_open for reader in readers)),
-            "backlog_bytes": float(backlog),
-            "landed_bytes": float(landed),
-            "reading_s": busy_s,
+            **link_statistics(readers),
             "unproven_pages": float(sum(reader.quarantine.num_pages for reader in readers)),
             "unproven_oldest_s": max((reader.quarantine.oldest_s(now) for reader in readers), default=0.0),
             "fences": float(self._num_fences),
