@@ -73,7 +73,7 @@ lab-k8s: .venv/.dev  ## our manifests on a real Kubernetes in network namespaces
 	deploy/lab/k8s_build.sh $(LAB)/k8s
 	deploy/image/build.sh $(LAB)/image
 	deploy/lab/archives.sh $(LAB)/archives
-	$(BIN)/python -m tests.deploy.kubernetes_proof --binaries $(LAB)/k8s/bin --images $(LAB)/archives --record lab_k8s
+	$(BIN)/python -m tests.deploy.kubernetes_lab --binaries $(LAB)/k8s/bin --images $(LAB)/archives --record lab_k8s
 
 wheel: .venv/.dev  ## build the wheel and check what is in it
 	$(BIN)/python -m build --wheel --no-isolation

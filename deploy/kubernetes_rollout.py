@@ -25,7 +25,8 @@ READY_TIMEOUT_S = 3600.0
 """As long as a startup probe may take; a pod that crashes ends the wait at once."""
 SETTLE_S = 3.0
 """One lease: a pod that is ready then also is in every gateway's list."""
-POLL_S = 0.5
+POLL_S = 2.0
+"""Each look is a program that starts."""
 Doc = Mapping[str, Any]
 
 

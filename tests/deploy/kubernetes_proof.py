@@ -1,10 +1,9 @@
-"""T5: our manifests on a real Kubernetes in namespaces, under load: `make lab-k8s`. Debian 12, root, about ten minutes.
+"""T5: what our manifests show on a real Kubernetes in namespaces, under load; run by `kubernetes_lab`.
 
 Scales, drains, rolls, evicts and cuts off; every stream's text is compared with what it must be. The naive variant of
 the same manifests, without a goodbye, must cut streams: else the proof would prove nothing.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -14,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
-from benchmarks.record import write_record
 from core.clock import SystemClock
 from deploy.actuators.kubectl_api import KubectlApi
 from deploy.actuators.kubernetes import KubernetesActuator, is_ready
@@ -85,12 +82,15 @@ class Proof:
         (self.lab.state / "manifests.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": docs}))
         begun = time.monotonic()
         self.apply()
-        self.url = f"http://{self.api.get('api/v1:services/gateway')['spec']['clusterIP']}"
+        self.find()
         ready_s = time.monotonic() - begun
         answer = self.ask(self.url)
         assert answer["choices"][0]["finish_reason"], answer
         self.note("A1 apply to ready, to first answer (s)", [round(ready_s, 1), round(time.monotonic() - begun, 1)])
         self.note("A1 phases (s)", {role: phases(self.pods(role)) for role in ("gateway", "prefill", "decode")})
+
+    def find(self):  # where clients connect
+        self.url = f"http://{self.api.get('api/v1:services/gateway')['spec']['clusterIP']}"
 
     def ask(self, url, timeout_s=30):
         body = json.dumps({"model": "scripted", "prompt": "The quick brown fox", "max_tokens": 8})
@@ -157,11 +157,10 @@ class Proof:
 
     def scale(self):
         """A2: each pool alone, both directions, under load; the other one is not touched."""
-        others = {"decode": self.names("prefill"), "prefill": self.names("decode")}
         took = {}
         with self.load("A2 streams while each pool is scaled up and down") as result:
             for role, other in (("decode", "prefill"), ("prefill", "decode")):
-                begun = time.monotonic()
+                untouched, begun = self.names(other), time.monotonic()
                 asyncio.run(self.actuator.ensure(role, 3, fence=0))
                 self.has(role, 3)
                 took[f"{role} 2 -> 3"] = round(time.monotonic() - begun, 1)
@@ -170,7 +169,7 @@ class Proof:
                 asyncio.run(self.actuator.remove(victim, fence=0))
                 took[f"{role} 3 -> 2"] = round(time.monotonic() - begun, 1)
                 assert victim not in self.names(role), f"A13: {victim} drained, another one was removed"
-                assert self.names(other) == others[role], f"{other} was touched"
+                assert self.names(other) == untouched, f"{other} was touched"
         self.note("A2 seconds", took)
         assert result["faults"] == []
 
@@ -281,11 +280,11 @@ class Proof:
 
     def naive(self):
         """The same manifests without a goodbye: streams must be cut, else the proof above proves nothing."""
-        patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1, "containers": [{"name": "gateway", "lifecycle": None}]}}}}  # fmt: skip
+        patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "gateway", "lifecycle": None}]}}}}  # fmt: skip
         self.lab.kubectl("-n", NAMESPACE, "patch", "deployment", "gateway", "-p", json.dumps(patch))
         self.lab.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/gateway", f"--timeout={ROLLED_S:g}s")
         self.has("gateway", 2)
-        with self.load("A4 negative control: streams while naive gateways are replaced") as result:
+        with self.load("A4 negative control: streams while naive gateways are replaced", concurrency=24) as result:
             self.lab.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/gateway")
             self.lab.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/gateway", f"--timeout={ROLLED_S:g}s")
             self.has("gateway", 2)
@@ -352,50 +351,3 @@ CHECKS = (
     "cut_off",
     "documented",
 )
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--binaries", type=Path, required=True)
-    parser.add_argument("--images", type=Path, required=True, help="folder of image archives")
-    parser.add_argument("--state", type=Path, default=Path("/tmp/tandem-lab"))
-    parser.add_argument("--record", default="")
-    parser.add_argument("--attach", action="store_true", help="take over a lab that a killed run left behind")
-    parser.add_argument("--only", nargs="*", default=CHECKS)
-    options = parser.parse_args()
-    lab = Lab(options.state, options.binaries, ["w0", "w1"])
-    proof, failed, done = Proof(lab), [], []
-    try:
-        if not options.attach:
-            proof.note("lab up (s)", lab.up(sorted(options.images.glob("*.tar"))))
-        proof.install()
-        for check in options.only:
-            try:
-                getattr(proof, check)()
-                done.append(check)
-            except Exception as error:
-                traceback.print_exc()
-                failed.append(f"{check}: {error}")
-    except BaseException:
-        for name in ("get pods -A -o wide", "get events -A"):
-            print(lab.kubectl(*name.split(), check=False)[-6000:], file=sys.stderr)
-        raise
-    finally:
-        if failed:
-            print(lab.kubectl("get", "pods", "-A", "-o", "wide", check=False), file=sys.stderr)
-        begun = time.monotonic()
-        lab.down()
-        proof.note("lab down (s)", round(time.monotonic() - begun, 1))
-        proof.note("checks done", done)
-        proof.note("failed", failed)
-        if options.record:
-            write_record(
-                options.record,
-                proof.facts,
-                note="Kubernetes 1.20.2 from Debian's source, 2 nodes in namespaces, overlay ci",
-            )
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,13 +17,14 @@ from engine.models.builtin import SCRIPTED
 from tests.fakes.chaos import faults, storm
 from tests.fakes.truth import scripted_text
 
-ROUND = 12
+ROUNDS = 3
+"""So many streams as fit at a time, before the next look at the file."""
 
 
-def items(seed):
+def items(seed, count):
     """Long answers, so that some are open whenever something is restarted."""
     rng = random.Random(seed)
-    for number in range(ROUND):
+    for number in range(count):
         prompt = f"round {seed} request {number} " + "".join(
             rng.choice("abcdefgh ") for _ in range(rng.randint(1, 300))
         )
@@ -37,7 +38,14 @@ def main():
     found, count, begun, seed, told = [], 0, time.monotonic(), 0, dict.fromkeys(revisions, 0)
     while not stop.exists():
         outcomes = asyncio.run(
-            storm(url, "scripted", list(items(seed)), concurrency=concurrency, cancel_share=0, seed=seed)
+            storm(
+                url,
+                "scripted",
+                list(items(seed, ROUNDS * concurrency)),
+                concurrency=concurrency,
+                cancel_share=0,
+                seed=seed,
+            )
         )
         for lanes, config in revisions.items():
             for outcome in outcomes:
