@@ -26,35 +26,7 @@ def _sample_tokens(g: torch.Generator, size: dict[str, int]) -> Inputs:
     return Inputs(args, least_bytes=size_of(logits))
 
 
-def _sample_border(g: torch.Generator, size: dict[str, int]) -> Inputs:
-    m, vocab, device = size["m"], size["vocab"], g.device
-    scaled = torch.randn(m, vocab, generator=g, device=device) * size.get("spread", 2)
-    scaled = scaled if size.get("spread") else (scaled * 4).round() / 4
-    row = torch.arange(m, device=device)
-    min_p = torch.tensor([0.0, 0.02, 0.3], dtype=torch.float64, device=device)[row % 3]
-    top_k = torch.tensor([0, 40, 1, 0, 1000], device=device)[row % 5]
-    top_p = torch.tensor([1.0, 0.9, 0.5, 0.999], dtype=torch.float64, device=device)[row % 4]
-    if "kind" in size:
-        min_p, top_k, top_p = 0 * min_p, 0 * top_k, 0 * top_p + 0.9
-    by_k, by_p = bool((top_k > 0).any()), bool((top_p < 1).any())
-    return Inputs((scaled, min_p.log(), top_k, top_p, by_k, by_p), least_bytes=size_of(scaled))
-
-
 CASES_SAMPLING = (
-    Case(
-        "sample_border",
-        _sample_border,
-        (exact, exact),
-        small=({"m": 2, "vocab": 700}, {"m": 1, "vocab": 515, "kind": 1}),
-        large=(
-            {"m": 1, "vocab": 128256, "spread": 3, "kind": 1},
-            {"m": 60, "vocab": 128256},
-            {"m": 60, "vocab": 128256, "spread": 3},
-            {"m": 256, "vocab": 128256, "spread": 1, "kind": 1},
-            {"m": 256, "vocab": 128256, "spread": 4, "kind": 1},
-        ),
-        compiled=({"m": 2, "vocab": 32000},),
-    ),
     Case(
         "sample_tokens",
         _sample_tokens,

@@ -5,6 +5,7 @@ upload a step brings what a plan changes. Executor thread only; knows no sampler
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from engine.runner.row_images import RowImages
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
 
 _BUFFERS = 3
 """Uploads whose host memory may still be read: of two steps in flight, and of the one that is made."""
@@ -35,10 +37,11 @@ class StepShape:
 
     def sizes(self, history: int) -> tuple[int, ...]:
         """Return the lengths of: rows, q_start, seq_start; token and row of those asked; per token its row, id, page cell,
-        offset, position and place among recent tokens; the places of tokens before each row's.
+        offset and position; with a history its place among recent tokens, and the places of those before each row's.
         """
         asked = (self.asking, self.asking)
-        return (self.rows, self.rows + 1, self.rows, *asked, *(6 * (self.tokens,)), self.rows * history)
+        looked_up = (self.tokens, self.rows * history) if history else ()
+        return (self.rows, self.rows + 1, self.rows, *asked, *(5 * (self.tokens,)), *looked_up)
 
 
 class DeviceMirror:
@@ -78,39 +81,35 @@ class DeviceMirror:
 
     def stage(self, plan: Plan, shape: StepShape, chosen: npt.NDArray[np.intp]) -> None:
         """Upload a plan's changes and its tokens, padded to `shape`; `chosen` are the rows asked for logits."""
-        fields = self._fields(plan, shape, chosen)
-        changes = self._changes(plan)
         upload = self._uploads[plan.step % _BUFFERS]
         host, at = upload.numpy(), 0
-        for values in fields:
+        for values in self._fields(plan, shape, chosen):
             host[at : at + len(values)] = values
             at += len(values)
-        moved = [np.concatenate(pair) for pair in changes]
-        total = at + sum(len(pair) for pair in moved)
-        if total > len(self._inputs):
-            parts = [torch.from_numpy(pair).to(self.device) for pair in moved]
-            total = at
-        else:
-            parts = []
-            for pair in moved:
-                host[at : at + len(pair)] = pair
-                parts.append(self._inputs[at : at + len(pair)])
-                at += len(pair)
-        self._inputs[:total].copy_(upload[:total], non_blocking=True)
-        for target, part in zip((self._page_table, self.next_token, self._recent), parts, strict=True):
-            if len(part):
-                where, values = part.chunk(2)
-                target.view(-1)[where] = values.to(target.dtype)
+        changes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, pair in self._changes(plan):
+            end = at + len(pair)
+            if end > len(host):
+                changes.append((target, torch.from_numpy(pair).to(self.device)))
+                continue
+            host[at:end] = pair
+            changes.append((target, self._inputs[at:end]))
+            at = end
+        self._inputs[:at].copy_(upload[:at], non_blocking=True)
+        for target, pair in changes:
+            where, values = pair.chunk(2)
+            target[where] = values.to(target.dtype)
 
     def batch(self, shape: StepShape, plan: Plan | None = None) -> ForwardBatch:
         """Return the tensors of the staged step; without a plan those of any step of this shape that decodes."""
         flat = self._inputs[: sum(shape.sizes(self._history))].split(shape.sizes(self._history))
-        rows, _, _, asking, _, owner, ids, cell, offset, positions, note, before = flat
+        rows, _, _, asking, _, owner, ids, cell, offset, positions = flat[:10]
         small = self._inputs[: 3 * shape.rows + 1].int()
         token_ids = torch.where(ids < 0, self.next_token[owner], ids)
         slots = torch.where(offset < 0, offset, self._page_table.view(-1)[cell] * self._size + offset)
         history = None
         if self._history:
+            note, before = flat[10:]
             found = torch.where(before < 0, before, self._recent[before.clamp(min=0)])
             history = found.view(shape.rows, self._history)
             self._recent[note] = token_ids
@@ -146,54 +145,65 @@ class DeviceMirror:
 
     def is_plain(self, plan: Plan) -> bool:
         """Return whether a step decodes one token in every row, with nothing that a recorded step does not have."""
-        return bool(plan.use_next.all()) and not self._has_floors[plan.rows].any()
+        known = self._floors[1, plan.rows]
+        # Behind the tokens that were known at admission no window reaches back to a floor.
+        is_behind = (known > 0) & (plan.seq_start >= known)
+        return bool(plan.use_next.all()) and not (self._has_floors[plan.rows] & ~is_behind).any()
 
-    def _fields(self, plan: Plan, shape: StepShape, chosen: npt.NDArray[np.intp]) -> tuple[I64, ...]:
-        size, slots, width = self._size, self._slots, self._history
-        starts, first = plan.q_start.astype(np.int64), plan.seq_start.astype(np.int64)
-        lengths = np.diff(starts)
-        owner = np.repeat(plan.rows.astype(np.int64), lengths)
-        tokens = len(plan.tokens)
-        positions = np.arange(tokens) - np.repeat(starts[:-1] - first, lengths)
-        ids = np.where(np.repeat(plan.use_next, lengths) == 1, -1, plan.tokens).astype(np.int64)
-        # Of a chunk longer than the ring of recent tokens only the end stays.
-        kept = np.arange(tokens) >= np.repeat(starts[1:] - slots, lengths)
-        note = np.where(kept, owner * slots + positions % slots, (self._records - 1) * slots)
-        back = first[:, None] + np.arange(-width, 0)
-        before = np.where(back < 0, -1, plan.rows[:, None] * slots + back % slots).reshape(-1)
-
-        def padded(values: I64, count: int, fill: int = 0) -> I64:
-            return values if len(values) == count else np.pad(values, (0, count - len(values)), constant_values=fill)
-
-        rows, count = shape.rows, shape.tokens
-        return (
-            padded(plan.rows.astype(np.int64), rows),
-            padded(starts, rows + 1, int(starts[-1])),
-            padded(first, rows),
-            padded(starts[chosen + 1] - 1, shape.asking),
-            padded(plan.rows[chosen].astype(np.int64), shape.asking),
-            padded(owner, count),
-            padded(ids, count),
-            padded(owner * self._width + positions // size, count),
-            padded(positions % size, count, -1),
-            padded(positions, count),
-            padded(note, count, (self._records - 1) * slots),
-            padded(before, rows * width, -1),
+    def _fields(self, plan: Plan, shape: StepShape, chosen: npt.NDArray[np.intp]) -> tuple[Ints, ...]:
+        size, rows, count = self._size, shape.rows, shape.tokens
+        starts, first, own = plan.q_start.astype(np.int64), plan.seq_start.astype(np.int64), plan.rows.astype(np.int64)
+        owner, positions, decodes, lengths = own, first, plan.use_next, np.diff(starts)
+        if (lengths != 1).any():
+            owner = np.repeat(own, lengths)
+            positions = np.arange(len(owner)) - np.repeat(starts[:-1] - first, lengths)
+            decodes = np.repeat(plan.use_next, lengths)
+        ids = np.where(decodes, -1, plan.tokens)
+        fields = (
+            _padded(own, rows),
+            _padded(starts, rows + 1, int(starts[-1])),
+            _padded(first, rows),
+            _padded(starts[chosen + 1] - 1, shape.asking),
+            _padded(own[chosen], shape.asking),
+            _padded(owner, count),
+            _padded(ids, count),
+            _padded(owner * self._width + positions // size, count),
+            _padded(positions % size, count, -1),
+            _padded(positions, count),
         )
+        return (*fields, *self._looked_up(plan, shape, owner, positions)) if self._history else fields
 
-    def _changes(self, plan: Plan) -> tuple[tuple[I64, I64], ...]:
-        """Return (where, what) for page tables, next tokens and recent tokens."""
-        deltas = plan.table_deltas.astype(np.int64)
-        tables = deltas[:, 0] * self._width + deltas[:, 1], deltas[:, 2]
-        # Of several changes of one cell the last holds; a device would take any.
-        _, last = np.unique(tables[0][::-1], return_index=True)
-        keep = len(deltas) - 1 - last
+    def _looked_up(self, plan: Plan, shape: StepShape, owner: I64, positions: I64) -> tuple[Ints, Ints]:
+        """Return where tokens go among the recent ones, and where those before each row's are; -1: before position 0."""
+        slots, width, nowhere = self._slots, self._history, (self._records - 1) * self._slots
+        # Of a chunk longer than the ring of recent tokens only the end stays.
+        kept = np.arange(len(owner)) >= np.repeat(plan.q_start[1:] - slots, np.diff(plan.q_start))
+        note = np.where(kept, owner * slots + positions % slots, nowhere)
+        back = plan.seq_start.astype(np.int64)[:, None] + np.arange(-width, 0)
+        before = np.where(back < 0, -1, plan.rows[:, None] * slots + back % slots).reshape(-1)
+        return _padded(note, shape.tokens, nowhere), _padded(before, shape.rows * width, -1)
+
+    def _changes(self, plan: Plan) -> list[tuple[torch.Tensor, I64]]:
+        """Return what is to be written, as (flat tensor, where and then what)."""
+        changes: list[tuple[torch.Tensor, I64]] = []
+        if len(plan.table_deltas):
+            deltas = plan.table_deltas.astype(np.int64)
+            cells = deltas[:, 0] * self._width + deltas[:, 1]
+            # Of several changes of one cell the last holds; a device would take any.
+            cells, last = np.unique(cells[::-1], return_index=True)
+            changes.append((self._page_table.view(-1), np.concatenate((cells, deltas[len(deltas) - 1 - last, 2]))))
+        if not plan.extra.inits:
+            return changes
         given = [init for init in plan.extra.inits if init.next_token >= 0]
-        landed = np.array([i.row for i in given], np.int64), np.array([i.next_token for i in given], np.int64)
+        if given:
+            landed = [init.row for init in given] + [init.next_token for init in given]
+            changes.append((self.next_token, np.array(landed, np.int64)))
         recent = [self._begin(init, plan) for init in plan.extra.inits]
-        where = np.concatenate([np.zeros(0, np.int64), *(at for at, _ in recent)])
-        what = np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in recent)])
-        return (tables[0][keep], tables[1][keep]), landed, (where, what)
+        if self._history:
+            changes.append(
+                (self._recent, np.concatenate([part for side in zip(*recent, strict=True) for part in side]))
+            )
+        return changes
 
     def _begin(self, init: RowInit, plan: Plan) -> tuple[I64, I64]:
         """Take a new row over; returns where its recent tokens go, and them."""
@@ -218,3 +228,11 @@ class DeviceMirror:
     def _images_of(self, plan: Plan) -> ImageRows | None:
         found = None if self._images is None else self._images.of_step(plan.rows, plan.q_start, plan.seq_start)
         return None if found is None else ImageRows(found.at.to(self.device), found.rows.to(self.device))
+
+
+def _padded(values: Ints, count: int, fill: int = 0) -> Ints:
+    if len(values) == count:
+        return values
+    padded = np.full(count, fill, np.int64)
+    padded[: len(values)] = values
+    return padded
