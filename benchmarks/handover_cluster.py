@@ -59,7 +59,6 @@ class Cluster:
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
     began: float = 0.0
-    ready_s: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -74,12 +73,13 @@ class Cluster:
     def wait(self, deadline: float) -> None:
         """Wait until it serves; raises RuntimeError with the last lines of its logs if it does not by `deadline`."""
         assert self.process is not None
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while True:
             text = (self.directory / "up.log").read_text()
             if "serving " in text and "http://" in text:
-                self.ready_s = round(time.monotonic() - self.began, 2)
                 self.address = str(self.status()["http_address"])
                 return
+            if time.monotonic() >= deadline or self.process.poll() is not None:
+                break
             time.sleep(0.2)
         raise RuntimeError(f"{self.name} does not serve:\n{self.last_lines()}")
 

@@ -30,7 +30,7 @@ from benchmarks.handover_cluster import Answer, Cluster, ask, body_of
 from benchmarks.record import write_record
 
 LARGE = "llama-8b-random"
-START_S = 150.0
+START_S = 170.0
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
 ROUNDS = 3
 LOAD_S = 10.0
@@ -163,7 +163,7 @@ async def _tokens_of(bench: Bench, model: str) -> object:
             "bytes_pulled": decode.get("transfer_bytes_pulled", 0.0),
             f"bytes_landed_{transport}": decode.get(f"transfer_bytes_landed_{transport}", 0.0),
             "recomputed_tokens": decode.get("engine_recomputed_tokens"),
-            "start_s": cluster.ready_s,
+            "ready": [line for line in cluster.grep("ready after") if "worker" not in line],
             "memory": [
                 line.split("capacity: ")[-1].strip(' "}') for line in cluster.grep("capacity: ") if "GiB" in line
             ],
@@ -182,7 +182,8 @@ def _compared(answers: Sequence[Answer], truth: Sequence[Answer]) -> dict[str, o
         "requests": len(pairs),
         "equal_tokens": sum(bool(t.tokens) and a.tokens == t.tokens and not a.error for a, t in pairs),
         "equal_logprobs": sum(bool(t.tokens) and a.logprobs == t.logprobs for a, t in pairs),
-        "wrong_tokens": sum(a.tokens != t.tokens[: len(a.tokens)] for a, t in pairs),
+        "wrong_tokens": sum(x != y for a, t in pairs for x, y in zip(a.tokens, t.tokens, strict=False)),
+        "compared_tokens": sum(min(len(a.tokens), len(t.tokens)) for a, t in pairs),
         "errors": sorted({answer.error for answer in (*answers, *truth) if answer.error})[:4],
         "tokens": sum(len(t.tokens) for t in truth),
     }
