@@ -169,7 +169,7 @@ class DeviceExecutor:
             self._tokens = [self._stream.pinned(config.num_rows, torch.int64) for _ in range(_BUFFERS)]
             self._graphs = self._record(config)
         if self._graphs is not None and config.graphs.enabled:
-            self._warm_up(min(config.chunk_tokens, model.facts.max_positions))
+            self._warm_up(min(config.chunk_tokens, model.facts.max_positions, max_pages * config.page_tokens))
 
     def run(self, plan: Plan) -> StepResult:
         """Run one step and wait for it."""

@@ -121,6 +121,14 @@ def test_under_pressure_and_after_a_hand_over_the_text_is_the_same():
         assert target.sink.tokens[seq] == want
 
 
+def test_a_chunk_budget_beyond_the_pool_does_not_matter_at_start():
+    """The first chunk that is run before any request has no more tokens than a row has pages for."""
+    with ModelRig(
+        "", model=device_model_of("tiny-llama"), on_device=True, num_pages=4, num_rows=1, chunk_tokens=512
+    ) as rig:
+        assert len(rig.text(prompt_of(1, 9), 4, temperature=0.0)) == 4
+
+
 def test_the_models_of_these_tests_are_different_code():
     assert type(device_model_of("tiny-llama")) is not type(model_of("tiny-llama"))
     assert model_of("tiny-llama").device == torch.device("cpu")
