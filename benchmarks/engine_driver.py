@@ -65,7 +65,8 @@ class Ask:
 class EngineDriver:
     """Engine, loop and runner of one model; `close` it."""
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, num_drafts: int = 0) -> None:
+        """`num_drafts`: of a model whose drafter is to be used."""
         layout = model.kv_layout(config.num_pages, config.num_rows, config.page_tokens)
         buffers = [torch.zeros(size, dtype=torch.uint8, device=model.device) for size in region_sizes(layout)]
         clock = SystemClock()
@@ -76,7 +77,9 @@ class EngineDriver:
         hasher = PageHasher(b"benchmark", namespace.encode(), config.page_tokens)
         self.memory = KVMemory(layout, buffers)
         self.clock = clock
-        self.engine = Engine(config=config, facts=facts, layout=layout, hasher=hasher, clock=clock)
+        self.engine = Engine(
+            config=config, facts=facts, layout=layout, hasher=hasher, clock=clock, num_drafts=num_drafts
+        )
         self.runner = ModelRunner(model, self.memory, config, self.engine.capacity.max_pages)
         self.sink = TextSink()
         self.loop = StepLoop(

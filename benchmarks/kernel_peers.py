@@ -129,8 +129,30 @@ def torch_grouped(out: int, inner: int) -> Peer:
     return run
 
 
+def cublas_bf16(out_dtype: torch.dtype) -> Peer:
+    """The same product with bfloat16 weights (twice the bytes of e4m3), without formats."""
+
+    def run(_: list[Inputs], size: Size) -> float:
+        groups = size.get("g", 1)
+
+        def make() -> Callable[[], object]:
+            x = torch.randn(groups, size["t"], size["k"], device="cuda").bfloat16()
+            weight = torch.randn(groups, size["n"], size["k"], device="cuda").bfloat16()
+            if groups > 1:
+                return lambda: torch.bmm(x, weight.mT)
+            if out_dtype is torch.float32:
+                return lambda: torch.mm(x[0], weight[0].T, out_dtype=out_dtype)
+            return lambda: torch.mm(x[0], weight[0].T)
+
+        return _rotating(make, 2 * groups * size["k"] * (size["n"] + size["t"]))
+
+    return run
+
+
 PEERS: dict[str, dict[str, Peer]] = {
     **PEERS_ATTENTION,
+    "dense_linear": {"cublas_bf16_us": cublas_bf16(torch.bfloat16)},
+    "plain_linear": {"cublas_bf16_us": cublas_bf16(torch.float32)},
     "select_top": {"torch_topk_sort_us": torch_topk},
     "index_scores": {"deep_gemm_fp8_keys_us": deep_gemm_logits},
     "sparse_attention": {"flash_mla_v4_rows_us": flash_mla_v4},

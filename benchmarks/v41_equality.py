@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.v41_driver import RowsDriver, captured
 from benchmarks.v41_parts import RandomParts
+from engine.cache.hit import ReuseKind, ReuseRule
 from engine.kernels.ops import REFERENCE
 from engine.models.deepseek_v41.arithmetic import arithmetic_of
 from engine.models.deepseek_v41.config import V41Config
@@ -34,6 +35,7 @@ def facts_of(config: V41Config) -> ModelFacts:
     return ModelFacts(
         name="v41", revision="0", tokenizer_digest="0", vocab_size=config.vocab_size,
         max_positions=config.max_positions, eos_token_ids=(), kv_dtype="packed-f32", history_tokens=3,
+        reuse=ReuseRule(kind=ReuseKind.NONE),
     )  # fmt: skip
 
 

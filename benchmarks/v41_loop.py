@@ -4,9 +4,13 @@ Acceptance is named for what it is. *real*: the drafts of random weights, nearly
 what they propose is replaced by what a run without drafts said, so that all are accepted: the most that drafts can give.
 """
 
+import contextlib
+import statistics
 import time
+from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from benchmarks.engine_driver import Ask, EngineDriver
 from benchmarks.v41_equality import GPU, facts_of, text
@@ -20,50 +24,67 @@ from engine.models.deepseek_v41.presets import mini_config
 from engine.models.drafter import I32, Captures, ChooseDraft, Drafter, DraftRows, Proposal
 from engine.models.model import KVTensors
 
-ROWS, PROMPT, OUTPUTS = 8, 600, 48
+ROWS, PROMPT, OUTPUTS = 8, 600, 96
 Golden = dict[tuple[int, int], list[int]]
 """(tokens before, token) -> the tokens that follow it."""
 
 
-class GoldenDrafter:
-    """Runs a drafter and says something else: what is known to come."""
+class ClockedDrafter:
+    """Runs a drafter, counts the time of its parts, and says something else where it is told what will come."""
 
-    def __init__(self, inner: DeviceDrafter, golden: Golden) -> None:
+    def __init__(self, inner: DeviceDrafter, owner: "ClockedModel") -> None:
         self.num_drafts = inner.num_drafts
-        self._inner, self._golden = inner, golden
+        self._inner, self._owner = inner, owner
 
     def observe(self, batch: ForwardBatch, captures: Captures, committed: I32) -> None:
         """As the inner one."""
-        self._inner.observe(batch, captures, committed)
+        with self._owner.clock("observe"):
+            self._inner.observe(batch, captures, committed)
 
     def propose(self, wanted: DraftRows, choose: ChooseDraft) -> Proposal:
-        """Return the known tokens, with the inner one's confidences."""
-        found = self._inner.propose(wanted, choose)
+        """Return the known tokens if there are any, with the inner one's confidences."""
+        with self._owner.clock("propose"):
+            found = self._inner.propose(wanted, choose)
         tokens = np.array(found.tokens)
         for i, key in enumerate(zip(wanted.lengths.tolist(), wanted.anchors.tolist(), strict=True)):
-            known = self._golden.get(key, [])[: self.num_drafts]
+            known = self._owner.golden.get(key, [])[: self.num_drafts]
             tokens[i, : len(known)] = known
         return Proposal(tokens, found.confidences)
 
 
-class GoldenModel(DraftingDeviceModel):
-    """A model whose drafter knows the future."""
+class ClockedModel(DraftingDeviceModel):
+    """A model that counts the time of its parts, and whose drafter may know the future."""
 
     golden: Golden
+    spent: dict[str, list[float]]
+
+    @contextlib.contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Count the wall time of a part, the device's work included."""
+        begun = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self.spent.setdefault(name, []).append(time.perf_counter() - begun)
 
     def drafter(self, kv: KVTensors) -> Drafter:  # type: ignore[override]
         """Return the drafter over the KV memory."""
-        return GoldenDrafter(super().drafter(kv), self.golden)
+        return ClockedDrafter(super().drafter(kv), self)
+
+    def forward_captured(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
+        """As the model's."""
+        with self.clock("verify"):
+            return super().forward_captured(batch, kv)
 
 
 def _run(
-    model: DraftingDeviceModel, prompts: list[list[int]], **settings: object
+    model: ClockedModel, prompts: list[list[int]], **settings: object
 ) -> tuple[dict[str, object], list[list[int]]]:
     config = EngineConfig(
         page_tokens=256, num_pages=ROWS * 5 + 8, num_rows=ROWS, chunk_tokens=2048, deterministic=True, **settings
     )
     begun = time.perf_counter()
-    driver = EngineDriver(model, config)
+    drafts = 0 if config.speculation.mode == "off" else model.num_drafts
+    driver = EngineDriver(model, config, drafts)
     opened = time.perf_counter() - begun
     asks = [Ask(prompt, OUTPUTS, SamplingParams(temperature=0.0)) for prompt in prompts]
     driver.run(asks[:1])
@@ -71,7 +92,7 @@ def _run(
         driver.submit(ask)
     while len(driver.sink.tokens) < 1 + ROWS or min(map(len, driver.sink.tokens.values())) < 2:
         driver.loop.turn()
-    before = sum(map(len, driver.sink.tokens.values()))
+    before, model.spent = sum(map(len, driver.sink.tokens.values())), {}
     begun, turns = time.perf_counter(), 0
     while len(driver.sink.finished) < 1 + ROWS:
         driver.loop.turn()
@@ -80,8 +101,9 @@ def _run(
     tokens = sum(map(len, driver.sink.tokens.values())) - before
     texts = [driver.sink.tokens[seq] for seq in sorted(driver.sink.tokens)][1:]
     driver.close()
+    parts = {name: statistics.median(times) * 1e6 for name, times in model.spent.items()}
     row: dict[str, object] = {"opened_s": opened, "steps_per_s": turns / wall, "tokens_per_s": tokens / wall,
-                              "tokens_per_row_and_step": tokens / turns / ROWS, "step_us": wall / turns * 1e6}  # fmt: skip
+                              "tokens_per_row_and_step": tokens / turns / ROWS, "step_us": wall / turns * 1e6, "parts_us": parts}  # fmt: skip
     return row, texts
 
 
@@ -90,8 +112,9 @@ def loop() -> dict[str, object]:
     config = parse_config(mini_config())
     parts = RandomParts(config, GPU).model()
     prompts = [text(20 + i, PROMPT + 7 * i, config.vocab_size) for i in range(ROWS)]
-    plain = DraftingDeviceModel(config, parts, facts_of(config))
-    golden = GoldenModel(config, parts, facts_of(config))
+    plain = ClockedModel(config, parts, facts_of(config))
+    golden = ClockedModel(config, parts, facts_of(config))
+    plain.golden = {}
     off, static = SpeculationConfig(mode="off"), SpeculationConfig(mode="static")
     result: dict[str, object] = {"rows": ROWS, "prompt": PROMPT, "outputs": OUTPUTS}
     row, texts = _run(plain, prompts, speculation=off)

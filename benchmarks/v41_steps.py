@@ -24,9 +24,9 @@ from engine.models.deepseek_v41.parse import parse_config
 from engine.models.deepseek_v41.presets import mini_config
 
 REPLAYS = 30
-DECODE = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096), (8, 6, 4096), (64, 6, 4096), (8, 1, 32768))
+DECODE = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096), (8, 6, 4096), (8, 1, 32768))
 """Rows, tokens each, tokens in KV before."""
-PREFILL = (512, 2048, 8192)
+PREFILL = (2048, 8192)
 
 
 def slice_config() -> dict[str, Any]:
@@ -158,7 +158,7 @@ def steps(raw: dict[str, Any], decoded: tuple[tuple[int, int, int], ...] = DECOD
         driver = RowsDriver(model, size[0], size[2] + 256, random_kv=True)
         try:
             rows.append(decode(driver, parts, size, limits["copy"]))
-            if size in ((8, 1, 4096), (64, 1, 4096)):
+            if size == (8, 1, 4096):
                 rows[-1]["kernels"] = kernels_of(driver, driver.decoding(size[0], size[2]))
                 for row in rows[-1]["kernels"]:
                     print(f"  {row['us']:9.1f} us {row['calls']:6.1f} x {row['kernel']}", flush=True)
