@@ -55,7 +55,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_bytes_per_op: Bytes = 32 << 20
     max_run_bytes: Bytes = 4 << 20
     """Consecutive pages are merged into copies of at most this size."""
-    step_bytes: Bytes = 2 << 20
+    step_bytes: Bytes = 8 << 20
     """A copy of shared memory, or of another process's, looks for cancellation this often."""
     frame_bytes: Bytes = 4 << 20
     """Largest payload of one frame of the tcp transport."""
