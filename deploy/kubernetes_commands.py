@@ -12,6 +12,7 @@ from typing import cast
 from core.clock import SystemClock
 from core.errors import ConfigError
 from core.ids import fresh_incarnation
+from deploy.actuators.api import StaleFence
 from deploy.actuators.factory import REMOVE_TIMEOUT_S
 from deploy.actuators.kubectl_api import KubectlApi
 from deploy.actuators.kubernetes import LEASE, KubernetesActuator
@@ -48,11 +49,11 @@ def k8s_ask(namespace: str, body: Reply, report: Progress, kubectl: Sequence[str
             asyncio.run(actuator.remove(str(body["worker"]), fence=fence_of(api)))
         case "rollout" if body.get("to"):
             docs = build(Path(str(body["to"])), kubectl[0])
-            asyncio.run(_as_leader(api, lambda fence: _pairs(api, fence, body, report).run(docs)))
+            asyncio.run(as_leader(api, lambda fence: _pairs(api, fence, body, report).run(docs)))
         case "rollout" if not body.get("sets") and not body.get("model_dir"):
             _roll([*kubectl, "--namespace", namespace], report)
         case "abort":
-            asyncio.run(_as_leader(api, lambda fence: _pairs(api, fence, body, report).back("aborted")))
+            asyncio.run(as_leader(api, lambda fence: _pairs(api, fence, body, report).back("aborted")))
         case _:
             raise ConfigError(
                 f"{body['command']} with other settings is kubectl's on Kubernetes: change cluster.yaml, then "
@@ -97,7 +98,7 @@ def _pairs(api: KubectlApi, fence: int, body: Reply, report: Progress) -> PairRo
     return PairRollout(api, SystemClock(), fence=fence, report=report, surge=surge)
 
 
-async def _as_leader(api: KubernetesApi, work: Callable[[int], Coroutine[None, None, None]]) -> None:
+async def as_leader(api: KubernetesApi, work: Callable[[int], Coroutine[None, None, None]]) -> None:
     """Do `work` under a fence of its own, so that neither the controller nor a second command sizes pools meanwhile."""
     lock = LeaseLock(api, SystemClock(), f"rollout-{fresh_incarnation()}")
     fence = await lock.seize()
@@ -105,6 +106,8 @@ async def _as_leader(api: KubernetesApi, work: Callable[[int], Coroutine[None, N
     try:
         await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
         (working if working.done() else renewing).result()
+    except StaleFence as error:
+        raise ConfigError("another command, or a controller, took over; this one changes nothing more") from error
     finally:
         for task in (renewing, working):
             task.cancel()

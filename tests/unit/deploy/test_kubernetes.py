@@ -14,7 +14,7 @@ from deploy.actuators.kubernetes import KubernetesActuator, drain_budget_s, inst
 from deploy.actuators.kubernetes_api import Conflict, HttpKubernetesApi
 from deploy.cli import main
 from deploy.controller.lease import DURATION_S, LeaseLock
-from deploy.kubernetes_commands import fence_of, scale
+from deploy.kubernetes_commands import as_leader, fence_of, scale
 from tests.fakes.certificates import Authority
 from tests.fakes.kubernetes import FakeKubernetesApi
 
@@ -248,3 +248,25 @@ def test_what_kubectl_does_is_left_to_it(arguments, capsys):
         main([*arguments, "--on", "k8s"])
     assert left.value.code == 3
     assert "kubectl" in capsys.readouterr().err
+
+
+async def test_a_rollout_takes_the_lease_from_the_controller_and_gives_it_back():
+    api, seen = FakeKubernetesApi(), []
+    api.lease["spec"] = {"leaseTransitions": 3, "holderIdentity": "controller-1"}
+
+    async def work(fence):
+        seen.append((fence, api.lease["spec"]["holderIdentity"].startswith("rollout-")))
+        with pytest.raises(StaleFence):
+            await an_actuator(api).ensure("decode", 1, fence=3)
+
+    await as_leader(api, work)
+    assert seen == [(4, True)]
+    assert (api.lease["spec"]["leaseTransitions"], api.lease["spec"]["holderIdentity"]) == (4, "")
+
+
+async def test_a_rollout_that_another_command_replaced_says_so_in_words_for_a_person():
+    async def work(_):
+        raise StaleFence("controller 4 was replaced by controller 5; this one must stop")
+
+    with pytest.raises(ConfigError, match="another command"):
+        await as_leader(FakeKubernetesApi(), work)
