@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.factory import drafts_of, load, open_engine
 from engine.loop_sink import LoopSink
 from engine.models.builtin import prepare_scripted
+from engine.models.registry import load_model
 from engine.models.script import ScriptedConfig, scripted_reply
 from tests.fakes.drafting import DraftingModel
 
@@ -100,3 +102,22 @@ def test_drafts_follow_from_the_model_and_the_setting(directory):
 def test_workers_with_other_drafts_have_other_fingerprints(directory):
     loaded = load(ModelSection(path=directory), EngineConfig())
     assert replace(loaded, num_drafts=5).fingerprint != loaded.fingerprint
+
+
+def test_without_a_number_of_pages_a_gpu_gets_as_many_as_fit_and_reports_them(directory, monkeypatch):
+    gpu, here = torch.device("cuda", 0), load_model(Path(directory))
+    here.device = gpu  # where it says it is; its layout does not depend on it
+    monkeypatch.setattr("engine.factory.load_model", lambda *_, **__: here)
+    monkeypatch.setattr("engine.factory.resolve_device", lambda text: gpu)
+    monkeypatch.setattr("engine.factory.make_current", lambda device: None)
+    monkeypatch.setattr("engine.factory.free_bytes", lambda device: (10 << 20, 20 << 20))
+    monkeypatch.setattr("engine.factory.memory_report", lambda device, kv_bytes: [f"{device} {kv_bytes}"])
+    section = ModelSection(path=directory, device="cuda")
+    loaded = load(section, EngineConfig(num_pages=0, memory_share=0.5))
+    assert loaded.gpu == 0
+    size = sum(loaded.region_sizes)
+    page = loaded.capacity.bytes_per_page
+    assert (5 << 20) - page - 8192 <= size <= 5 << 20
+    assert loaded.config.num_pages == loaded.layout.components[0].num_records
+    assert loaded.report()[-1] == f"cuda:0 {size}"
+    assert load(section, EngineConfig(num_pages=33)).config.num_pages == 33
