@@ -62,11 +62,12 @@ class _Fit:
         missed = measured / scale - _dot(features, self.factors)
         # Time does not fall with work: a coefficient below zero is noise, and would take the others along.
         self.factors = [max(factor + each * missed, LEAST) for factor, each in zip(self.factors, gain, strict=True)]
-        # The spread is symmetric, so that its product with the features serves from both sides.
-        spread = [
-            [(old - each * other) / MEMORY for old, other in zip(row, spread_features, strict=True)]
-            for row, each in zip(self.spread, gain, strict=True)
-        ]
+        # Symmetric to the last bit: what rounding makes unequal on the two sides would grow with every measurement.
+        spread = [[0.0] * 3 for _ in range(3)]
+        for row in range(3):
+            for column in range(row, 3):
+                left = (self.spread[row][column] - gain[row] * spread_features[column]) / MEMORY
+                spread[row][column] = spread[column][row] = left
         # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
         bound = min(1.0, 3 * SPREAD / max(spread[0][0] + spread[1][1] + spread[2][2], 1e-12))
         self.spread = [[each * bound for each in row] for row in spread]

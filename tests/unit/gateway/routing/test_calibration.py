@@ -101,3 +101,15 @@ def test_noise_never_leads_the_fit_astray(seed):
         costs.observe(fleet, 0, tokens, context, true * max(0.1, rng.gauss(1, 0.3)))
     assert 0.85 < sorted(ratios)[len(ratios) // 2] < 1.15
     assert sorted(ratios)[len(ratios) // 20] > 0.5 and sorted(ratios)[-len(ratios) // 20] < 2.0
+
+
+def test_a_worker_that_always_answers_at_once_is_never_thought_slow():
+    """Rounding must not add up: for thousands of prompts with nothing to learn from, and a stall among them."""
+    fleet, costs, rng = fleet_of(1), PrefillCosts(), random.Random(3)
+    for number in range(12_000):
+        context = rng.choice([rng.randint(8, 200), rng.randint(60, 500), rng.randint(500, 5000)])
+        tokens = context if rng.random() < 0.6 else rng.randint(1, context)
+        took = rng.choice([1e-6, 1e-5, 1e-4, 5e-4, 2e-3])
+        costs.observe(fleet, 0, tokens, context, 2.0 if 6000 <= number < 6020 else took)
+        if number > 200:
+            assert predicted(fleet, 0, 5000, 5000) < 1.0, number
