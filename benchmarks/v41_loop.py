@@ -84,6 +84,7 @@ def _run(
     )
     begun = time.perf_counter()
     drafts = 0 if config.speculation.mode == "off" else model.num_drafts
+    model.spent = {}
     driver = EngineDriver(model, config, drafts)
     opened = time.perf_counter() - begun
     asks = [Ask(prompt, OUTPUTS, SamplingParams(temperature=0.0)) for prompt in prompts]
