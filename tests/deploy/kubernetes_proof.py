@@ -337,6 +337,9 @@ class Proof:
     def revisions(self):  # A11
         kubernetes_pairs.show(self)
 
+    def revisions_control(self):
+        kubernetes_pairs.control(self)
+
 
 CHECKS = (
     "rights",
@@ -347,6 +350,7 @@ CHECKS = (
     "rollout",
     "naive",
     "revisions",
+    "revisions_control",
     "eviction",
     "cut_off",
     "documented",
