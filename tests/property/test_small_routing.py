@@ -98,7 +98,7 @@ def told(choice):
     return plain, table
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(fleets(), jobs(), rules, st.integers(0, 2**32))
 def test_plain_numbers_decide_as_arrays_do(fleet, job, options, seed):
     plain, arrays = Picker(random.Random(seed)), Picker(random.Random(seed))
