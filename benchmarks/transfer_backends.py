@@ -30,7 +30,7 @@ from benchmarks.transfer_peers import FOREVER, CopyPeer, SocketPeer, Told, sourc
 from core.clock import SystemClock
 from core.errors import NoCapacity
 from core.ids import LeaseId, TransferId, fresh_incarnation
-from kv_transfer.api import Op, OpState, Peer, Records, Transport
+from kv_transfer.api import MemoryRegion, Op, OpState, Peer, Records, Transport
 from kv_transfer.config import TransferConfig
 from kv_transfer.factory import TransportFactory
 from kv_transfer.memory import allocate, map_segment, region_view
@@ -157,6 +157,40 @@ def latencies(readers: dict[str, Reader], count: int = 2000) -> dict[str, object
     return rows
 
 
+Contestants = dict[str, Callable[[], list[float]]]
+
+
+def open_readers(
+    names: Sequence[str], told: Told, directory: str, regions: Sequence[MemoryRegion]
+) -> tuple[dict[str, Reader], dict[str, str]]:
+    """Return readers by variant, and why the others did not open."""
+    failed = dict(told.failed)
+    readers: dict[str, Reader] = {}
+    for variant in (name for name in names if name_of(name) in dict(told.infos)):
+        name, _, settings = variant.partition(":")
+        config = TransferConfig(
+            segment_directory=directory, **dict(pair.split("=") for pair in settings.split("+") if pair)
+        )
+        factory = TransportFactory(TransportSettings(fresh_incarnation(), config), regions, SystemClock())
+        try:
+            readers[variant] = Reader(name, told, factory)
+        except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
+            failed[variant] = str(error)
+    return readers, failed
+
+
+def measure_cell(
+    contestants: Contestants, repeat: int, pids: Sequence[int], check: Callable[[], None]
+) -> dict[str, Figures]:
+    """Let all run in turn, forwards and backwards."""
+    figures = {name: Figures() for name in contestants}
+    for turn in range(repeat):
+        for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
+            measure(figures[name], pids, contestants[name])
+            check()
+    return figures
+
+
 def campaign(
     names: Sequence[str], repeat: int, records: Sequence[int], depths: Sequence[int], request: int
 ) -> dict[str, object]:
@@ -168,34 +202,22 @@ def campaign(
         memory = allocate([POOL], incarnation=fresh_incarnation())
         segment = next(path.name for path in Path(directory).iterdir() if path.stat().st_size >= POOL)
         source = np.frombuffer(map_segment(directory, segment), np.uint8)[:POOL]
-        clock = SystemClock()
-        failed = dict(told.failed)
-        readers: dict[str, Reader] = {}
-        for variant in (name for name in names if name_of(name) in dict(told.infos)):
-            name, _, settings = variant.partition(":")
-            config = TransferConfig(
-                segment_directory=directory, **dict(pair.split("=") for pair in settings.split("+") if pair)
-            )
-            factory = TransportFactory(TransportSettings(fresh_incarnation(), config), memory.regions, clock)
-            try:
-                readers[variant] = Reader(name, told, factory)
-            except Exception as error:  # noqa: BLE001 - a record says what did not run, and why
-                failed[variant] = str(error)
-        copy, wire = CopyPeer(source, memory.regions[0]), SocketPeer(told.port, memory.buffers[0])
+        readers, failed = open_readers(names, told, directory, memory.regions)
         region = memory.regions[0]
+        target = region_view(region)
+        copy, wire = CopyPeer(source, region), SocketPeer(told.port, memory.buffers[0])
         alone = {served.name: ALONE[served.name](served, region.address, region.nbytes) for served in told.alone}
         # The first touch of each page is the kernel's time, not a contestant's.
-        region_view(region)[:] = 0
+        target[:] = 0
         source.max()
         for each in readers.values():
             each.run(records_of(requests_of(1 << 20)), 8)
-        mine = psutil.Process().pid
         cells = []
         for record in records:
             requests = requests_of(record, request)
             laid_out = records_of(requests)
             for depth in depths:
-                contestants: dict[str, Callable[[], list[float]]] = {
+                contestants: Contestants = {
                     "memcpy": partial(_untimed, copy.run, requests),
                     "memmove": partial(_untimed, copy.run_memmove, requests),
                     "socket": partial(_untimed, partial(wire.run, in_flight=depth), requests),
@@ -203,28 +225,18 @@ def campaign(
                     **{f"{name} alone": partial(_untimed, each.run, requests) for name, each in alone.items()},
                     **{name: partial(reader.run, laid_out, depth) for name, reader in readers.items()},
                 }
-                figures = {name: Figures() for name in contestants}
-                for turn in range(repeat):
-                    for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
-                        measure(figures[name], (mine, pid), contestants[name])
-                        _check(source, memory.regions[0].nbytes, region_view(memory.regions[0]), requests)
+                check = partial(_check, source, POOL, target, requests)
+                figures = measure_cell(contestants, repeat, (psutil.Process().pid, pid), check)
                 cells.append(_cell(record, depth, figures))
                 print(cells[-1], flush=True)
-        views = region_view(memory.regions[0]), source
-        blocked = blocking(readers, lambda record: records_of(requests_of(record)), *views)
+        blocked = blocking(readers, lambda record: records_of(requests_of(record)), target, source)
         waits = latencies(readers)
         print(blocked, waits)
         for reader in readers.values():
             reader.transport.destroy()
         wire.close()
-        del source, views
-        return {
-            "request_bytes": request,
-            "cells": cells,
-            "blocking": blocked,
-            "one_record": waits,
-            "did_not_run": failed,
-        }
+        found = {"cells": cells, "blocking": blocked, "one_record": waits}
+        return {"request_bytes": request, **found, "did_not_run": failed}
 
 
 def name_of(variant: str) -> str:
