@@ -45,6 +45,7 @@ def test_in_float64_every_chunking_gives_the_cpus_logits_and_bytes(sizes):
     same_memory(device, cpu, 1, 30)
 
 
+@pytest.mark.long
 def test_in_float64_mixed_batches_and_rejected_tokens_are_the_cpus():
     streams = {r: text(r + 10, 50) for r in range(4)}
     cpu, device = both()
@@ -58,7 +59,7 @@ def test_in_float64_mixed_batches_and_rejected_tokens_are_the_cpus():
     same_memory(device, cpu, 0, cpu.rows[0].length)
 
 
-@pytest.mark.parametrize("mode", ["mask", "compact"])
+@pytest.mark.parametrize("mode", [pytest.param("mask", marks=pytest.mark.long), "compact"])
 def test_in_float64_replay_floors_are_the_cpus(mode):
     ids = text(2, 58)
     cpu, device = both(mode)
