@@ -274,8 +274,10 @@ PARTS = {
     "tandem.v1.GatewayFrame.part",
     "tandem.v1.FromDestination.part",
     *(f"tandem.v1.PixelPart.{name}" for name in ("key", "item", "pixels")),
+    "tandem.v1.GatewayFrame.batch",
+    "tandem.v1.GatewayFrames.frames",
 }
-"""Written and read by `core.rpc.pixels`, below the conversions."""
+"""Written and read by `core.rpc.pixels` and `core.rpc.generate`, below the conversions."""
 
 
 @pytest.mark.parametrize("name", PAIRS)
