@@ -6,6 +6,7 @@ follow-up turn costs its new text. Exact: special tokens are borders of tokens a
 
 import json
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ import tokenizers
 
 Ids = tuple[int, ...]
 MAX_CHARS = 16 << 20
-"""Characters that a cache holds by default: about as many MB of text, and half as many of ids."""
+"""Characters that a cache holds by default: one byte or two each for the text, and about one for the ids."""
 MIN_CACHED = 16
 """Shorter texts are encoded again: that is as fast as looking them up under a lock is safe."""
 
@@ -29,7 +30,8 @@ class SegmentEncoder:
         self._encoder.no_padding()
         self._max_chars = max_chars
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Ids] = OrderedDict()
+        # Tuples of integers would take nine times the room.
+        self._cache: OrderedDict[str, array[int]] = OrderedDict()
         self.num_chars = 0
         """Characters held."""
 
@@ -41,7 +43,7 @@ class SegmentEncoder:
             ids = self._cache.get(text)
             if ids is not None:
                 self._cache.move_to_end(text)
-                return ids
+                return tuple(ids)
         # A batch of one: only batches give other threads their turn meanwhile.
         ids = tuple(self._encoder.encode_batch([text], add_special_tokens=False)[0].ids)
         self._keep(text, ids)
@@ -52,7 +54,7 @@ class SegmentEncoder:
             return
         with self._lock:
             if text not in self._cache:
-                self._cache[text] = ids
+                self._cache[text] = array("i", ids)
                 self.num_chars += len(text)
             while self.num_chars > self._max_chars:
                 old, _ = self._cache.popitem(last=False)
