@@ -211,6 +211,7 @@ class DeviceExecutor:
 
     def _forward(self, plan: Plan, chosen: npt.NDArray[np.intp]) -> torch.Tensor | None:
         """Stage and queue a step; returns logits [at least m, vocab], None if it has no rows."""
+        self._mirror.take_floors(plan)
         decodes = self._graphs is not None and len(plan.rows) and self._mirror.is_plain(plan)
         if self._graphs is None or not decodes:
             self._shape = StepShape(len(plan.rows), len(plan.tokens), len(chosen))

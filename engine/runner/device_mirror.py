@@ -143,6 +143,13 @@ class DeviceMirror:
         first = 3 * shape.rows + 1 + shape.asking
         self.next_token[self._inputs[first : first + len(tokens)]] = tokens
 
+    def take_floors(self, plan: Plan) -> None:
+        """Take the floors of a plan's new rows; comes before `is_plain` and `batch` of the plan."""
+        for init in plan.extra.inits:
+            floors = (init.encoder_floor, init.known_tokens, init.write_from)
+            self._floors[:, init.row] = floors
+            self._has_floors[init.row] = any(floors)
+
     def is_plain(self, plan: Plan) -> bool:
         """Return whether a step decodes one token in every row, with nothing that a recorded step does not have."""
         known = self._floors[1, plan.rows]
@@ -207,9 +214,6 @@ class DeviceMirror:
 
     def _begin(self, init: RowInit, plan: Plan) -> tuple[I64, I64]:
         """Take a new row over; returns where its recent tokens go, and them."""
-        floors = (init.encoder_floor, init.known_tokens, init.write_from)
-        self._floors[:, init.row] = floors
-        self._has_floors[init.row] = any(floors)
         if self._images is not None:
             self._images.set_row(init)
         if not self._history:

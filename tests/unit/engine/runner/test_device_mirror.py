@@ -1,5 +1,6 @@
 """Batches on a device follow from plans as those on host memory do, padding and histories included."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -54,6 +55,22 @@ def test_steps_give_the_batches_that_the_host_makes():
         chosen = plan.rows[np.flatnonzero(plan.sample)]
         device.keep(shape, torch.arange(len(chosen)) + 10 * step)
         host.next_token[chosen] = np.arange(len(chosen)) + 10 * step
+
+
+def test_a_row_with_floors_is_plain_once_it_is_behind_what_was_known():
+    mirror = DeviceMirror(config_of(), PAGES, ImmediateStream())
+    floored = msgspec.structs.replace(init_of(1, 7), encoder_floor=1, known_tokens=5, write_from=3)
+    for step, (length, plain) in enumerate([(4, False), (5, True), (9, True)], start=1):
+        plan = plan_of(step, [(1, None, length, 1)], inits=[floored] if step == 1 else [])
+        mirror.take_floors(plan)
+        assert mirror.is_plain(plan) is plain, length
+    # What runs whole has floors at every length; the next owner of a row has its own.
+    whole = plan_of(4, [(1, None, 9, 1)], inits=[msgspec.structs.replace(floored, known_tokens=0)])
+    mirror.take_floors(whole)
+    assert not mirror.is_plain(whole)
+    free = plan_of(5, [(1, None, 2, 1)], inits=[init_of(1, 7)])
+    mirror.take_floors(free)
+    assert mirror.is_plain(free)
 
 
 def test_padding_stores_nothing_and_has_no_query_tokens():
