@@ -99,6 +99,31 @@ def test_slow_and_lossy_cables_lose_nothing(cluster, figures):
     assert cluster.switch.dropped > before, "the cables lost nothing: the test shows nothing"
 
 
+# Before the tests that cut cables: behind those, decode hosts compute for a while what they could pull.
+def test_a_full_link_is_told_to_the_controller_and_holds_prefill(cluster, figures):
+    """More prefill would only lengthen the queue: the decision that would add one says `network_bound` instead."""
+    cluster.switch.shape(DATA, mbit=20.0)
+    long = [(f"{number} " + "a long prompt " * 200, 4) for number in range(6)]
+    with ThreadPoolExecutor(1) as thread:
+        busy = thread.submit(cluster.storm, [(p, scripted_text(p, n, MODEL), n) for p, n in long])
+        seen = cluster.switch.on("gateway", lambda: asyncio.run(cluster.signals(busy.done)))
+        outcomes = busy.result()
+    assert [f for o in outcomes for f in faults(o)] == []
+    waiting = [s for s in seen if s.kv_backlog_bytes]
+    rates = [s.kv_bytes_per_s for s in waiting if s.kv_bytes_per_s]
+    figures["data cables of 20 Mbit/s: KV that waited (s, most), its rate (MB/s, least and most)"] = [
+        round(max(s.kv_backlog_bytes / s.kv_bytes_per_s for s in waiting if s.kv_bytes_per_s), 1),
+        round(min(rates) / 1e6, 1),
+        round(max(rates) / 1e6, 1),
+    ]
+    needy = Rules(prefill_tokens_per_s=10.0)  # whoever looked at the queue alone would start more
+    decisions = [
+        decide(needy, Memory.fresh(s.now), msgspec.structs.replace(s, prefill_tokens_per_s=0.0))[0] for s in seen
+    ]
+    assert "network_bound" in {d.prefill.reason for d in decisions}
+    assert all(d.prefill.target == 1 for d in decisions if d.needs.network_bound)
+
+
 def test_a_host_that_is_cut_off_gets_no_more_work_and_its_streams_move(cluster, figures):
     with Load(cluster, items) as load:
         cluster.switch.cut("decode-1")
@@ -137,27 +162,3 @@ def test_without_any_cable_between_the_pools_decode_hosts_compute_prompts_themse
     assert [f for o in outcomes for f in faults(o)] == []
     assert took < ENDED_S
     assert [cluster.counted(host, "tandem_transfer_landed_bytes_total") for _, host in DATA] == landed
-
-
-def test_a_full_link_is_told_to_the_controller_and_holds_prefill(cluster, figures):
-    """More prefill would only lengthen the queue: the decision that would add one says `network_bound` instead."""
-    cluster.switch.shape(DATA, mbit=20.0)
-    long = [(f"{number} " + "a long prompt " * 200, 4) for number in range(6)]
-    with ThreadPoolExecutor(1) as thread:
-        busy = thread.submit(cluster.storm, [(p, scripted_text(p, n, MODEL), n) for p, n in long])
-        seen = cluster.switch.on("gateway", lambda: asyncio.run(cluster.signals(busy.done)))
-        outcomes = busy.result()
-    assert [f for o in outcomes for f in faults(o)] == []
-    waiting = [s for s in seen if s.kv_backlog_bytes]
-    rates = [s.kv_bytes_per_s for s in waiting if s.kv_bytes_per_s]
-    figures["data cables of 20 Mbit/s: KV that waited (s, most), its rate (MB/s, least and most)"] = [
-        round(max(s.kv_backlog_bytes / s.kv_bytes_per_s for s in waiting if s.kv_bytes_per_s), 1),
-        round(min(rates) / 1e6, 1),
-        round(max(rates) / 1e6, 1),
-    ]
-    needy = Rules(prefill_tokens_per_s=10.0)  # whoever looked at the queue alone would start more
-    decisions = [
-        decide(needy, Memory.fresh(s.now), msgspec.structs.replace(s, prefill_tokens_per_s=0.0))[0] for s in seen
-    ]
-    assert "network_bound" in {d.prefill.reason for d in decisions}
-    assert all(d.prefill.target == 1 for d in decisions if d.needs.network_bound)
