@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from core.request import SamplingParams
+from benchmarks.engine_texts import SAMPLINGS
 from engine.config import GraphsConfig, SpeculationConfig
 from engine.runner.decode_graphs import DecodeGraphs
 from tests.fakes.engine_rig import request_of
@@ -14,18 +14,6 @@ from tests.fakes.model_rig import FAR, ModelRig, device_model_of, hand_over, mod
 from tests.integration.test_grammar_equality import GRAMMARS
 
 OUTPUTS = 10
-SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.0, num_logprobs=3),
-    SamplingParams(temperature=0.9, seed=3),
-    SamplingParams(temperature=1.3, seed=2**63 + 5, sample_index=2, num_logprobs=0),
-    SamplingParams(temperature=1.0, seed=4, top_k=5),
-    SamplingParams(temperature=1.2, seed=5, top_p=0.7, num_logprobs=2),
-    SamplingParams(temperature=1.5, seed=6, min_p=0.05),
-    SamplingParams(temperature=1.1, seed=7, min_p=0.01, top_k=40, top_p=0.9),
-    SamplingParams(temperature=0.8, seed=8, repetition_penalty=1.3, presence_penalty=0.4, num_logprobs=4),
-    SamplingParams(temperature=0.0, logit_bias={70: 4.0, 71: -3.0}),
-)
 
 
 def prompt_of(seed, length):

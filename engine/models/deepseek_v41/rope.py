@@ -28,6 +28,22 @@ class Turn:
 _FIRST_POSITIONS = 8192
 
 
+def rope_bases(config: V41Config) -> dict[str, tuple[float, RopeScaling]]:
+    """Return base and scaling by a layer plan's `rope`: entries are compressed from far, windows are near."""
+    scaling = RopeScaling()
+    if config.rope_scaling is not None:
+        yarn = config.rope_scaling
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=yarn.factor,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            original_max_positions=yarn.original_max_positions,
+            attention_factor=1.0,
+        )
+    return {"window": (config.rope_theta, RopeScaling()), "compress": (config.compress_rope_theta, scaling)}
+
+
 class RopeTables:
     """Both tables of a model, for positions 0..num_positions - 1.
 
@@ -36,19 +52,8 @@ class RopeTables:
     """
 
     def __init__(self, config: V41Config, num_positions: int, dtype: torch.dtype) -> None:
-        scaling = RopeScaling()
-        if config.rope_scaling is not None:
-            yarn = config.rope_scaling
-            scaling = RopeScaling(
-                kind="yarn",
-                factor=yarn.factor,
-                beta_fast=yarn.beta_fast,
-                beta_slow=yarn.beta_slow,
-                original_max_positions=yarn.original_max_positions,
-                attention_factor=1.0,
-            )
         self._dim, self._dtype, self._most = config.rope_dim, dtype, num_positions
-        self._bases = {"window": (config.rope_theta, RopeScaling()), "compress": (config.compress_rope_theta, scaling)}
+        self._bases = rope_bases(config)
         self._sizes = dict.fromkeys(self._bases, min(num_positions, _FIRST_POSITIONS))
         self._tables = {kind: self._table(kind) for kind in self._bases}
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.layers.rotary import RopeScaling, inverse_frequencies
+from engine.layers.rotary import inverse_frequencies
 from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.rope import rope_bases
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +25,9 @@ class Turns:
 
     def __init__(self, config: V41Config, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """`dtype` of angles: float64 only to compare."""
-        yarn = config.rope_scaling
-        scaling = RopeScaling()
-        if yarn is not None:
-            scaling = RopeScaling(
-                kind="yarn",
-                factor=yarn.factor,
-                beta_fast=yarn.beta_fast,
-                beta_slow=yarn.beta_slow,
-                original_max_positions=yarn.original_max_positions,
-                attention_factor=1.0,
-            )
-        bases = {"window": (config.rope_theta, RopeScaling()), "compress": (config.compress_rope_theta, scaling)}
         self._frequencies = {
             kind: inverse_frequencies(config.rope_dim, theta, how, dtype).to(device)
-            for kind, (theta, how) in bases.items()
+            for kind, (theta, how) in rope_bases(config).items()
         }
 
     def at(self, kind: str, positions: torch.Tensor) -> Turn:
