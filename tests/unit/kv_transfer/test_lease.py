@@ -11,6 +11,7 @@ from core.errors import NoCapacity
 from core.ids import Incarnation, LeaseId, TransferId
 from kv_transfer.lease import LeaseTable
 from tests.fakes.kv_pools import make_layout
+from tests.fakes.work import calls_of
 
 PEER = Incarnation("peer")
 LAYOUT = make_layout(num_pages=64, page_bytes=100, index_bytes=10, gap=6)
@@ -104,14 +105,14 @@ def test_orphans_do_not_accumulate(clock):
     assert len(leases) <= 50
 
 
-def test_ten_thousand_leases_are_reaped_in_milliseconds(clock):
+def test_reaping_costs_calls_by_the_lease_and_not_by_its_square(clock):
     leases = table(clock, max_per_peer=20_000)
     for i in range(10_000):
         leases.extend(grant(leases, name=str(i)), [1, 2, 3])
     clock.advance(10)
-    start = time.perf_counter()
-    assert len(leases.expired()) == 10_000
-    assert time.perf_counter() - start < 0.1  # stated: 10 ms; slack for a shared machine
+    reaped = []
+    assert calls_of(lambda: reaped.extend(leases.expired())) < 20 * 10_000
+    assert len(reaped) == 10_000
 
 
 def test_only_leased_pages_are_readable_in_every_component(clock):

@@ -1,5 +1,4 @@
 import random
-import time
 from collections import Counter
 
 import msgspec
@@ -15,6 +14,7 @@ from gateway.routing.job import NONE, Choice, Job, RoutingRules, Shortage
 from gateway.routing.pairs import POLICIES, choose_pair, choose_prefill
 from gateway.routing.picker import Picker
 from tests.fakes.cluster import MODEL, load, registration
+from tests.fakes.work import calls_of
 
 RULES = RoutingRules(prefill_tokens_per_s=1000.0)
 
@@ -273,18 +273,18 @@ def test_another_prefill_worker_for_a_running_request_respects_the_pair():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_thousand_workers_cost_less_than_a_millisecond(policy):
-    cluster = Cluster()
-    rng = random.Random(3)
-    for index in range(500):
-        busy = load(waiting_tokens=rng.randrange(10_000), running_requests=rng.randrange(8))
-        cluster.add(f"p{index}", report=busy)
-        cluster.add(f"d{index}", report=busy)
-    rules = msgspec.structs.replace(RULES, policy=policy)
-    job = cluster.job()
-    best, tries = 1.0, 0
-    while best >= 1e-3 and tries < 500:  # on a busy machine most tries find cold caches
-        start = time.process_time()
-        choose_pair(cluster.directory.fleet, job, rules, cluster.picker, now=0.0)
-        best, tries = min(best, time.process_time() - start), tries + 1
-    assert best < 1e-3
+def test_a_thousand_workers_cost_as_few_calls_as_forty(policy):
+    """Choices are over arrays: a worker costs no Python call (milliseconds are in ``benchmarks/route_scale.py``)."""
+    rules, costs = msgspec.structs.replace(RULES, policy=policy), []
+    for workers in (20, 500):
+        cluster, rng = Cluster(), random.Random(3)
+        for index in range(workers):
+            busy = load(waiting_tokens=rng.randrange(10_000), running_requests=rng.randrange(8))
+            cluster.add(f"p{index}", report=busy)
+            cluster.add(f"d{index}", report=busy)
+        job, fleet = cluster.job(), cluster.directory.fleet
+        costs.append(
+            calls_of(lambda job=job, fleet=fleet, c=cluster: choose_pair(fleet, job, rules, c.picker, now=0.0))
+        )
+    assert max(costs) < 400, costs
+    assert costs[1] < costs[0] + 40, costs
