@@ -1,7 +1,6 @@
 """The lease table: expiry, renewal, limits, and what a lease lets a peer read."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
