@@ -5,6 +5,7 @@ In parts, where a machine must be shared meanwhile: `--keep` lets the lab stay w
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -56,6 +57,7 @@ def main():
 
 def check_all(proof, checks):
     done, failed = proof.facts.get("checks done", []), proof.facts.get("failed", [])
+    loads = proof.facts.get("load average after each check", {})
     for check in checks:
         try:
             getattr(proof, check)()
@@ -64,6 +66,8 @@ def check_all(proof, checks):
             traceback.print_exc()
             failed.append(f"{check}: {error}")
             print(proof.lab.kubectl("get", "pods", "-A", "-o", "wide", check=False), file=sys.stderr)
+        loads[check] = round(os.getloadavg()[0], 1)
+    proof.note("load average after each check", loads)
     proof.note("checks done", done)
     proof.note("failed", failed)
 

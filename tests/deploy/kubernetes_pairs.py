@@ -1,4 +1,4 @@
-"""A11 in the lab: another revision of the weights comes pair by pair, is aborted, and as a control pool after pool.
+"""A11 in the lab: another revision of the weights comes pair by pair, a way back is aborted, another goes pool after pool.
 
 The other revision has five lanes of KV instead of four: another fingerprint, and another text for every prompt, so a stream
 whose KV came from one and whose tokens came from the other would say neither.
@@ -34,9 +34,10 @@ POOLS = ("prefill", "decode")
 
 
 def show(proof):
-    """Forward and aborted; every stream is compared with what its revision must say."""
+    """There, aborted, and back as a control; every stream is compared with what its revision must say."""
     forward(proof, other(proof))
     aborted(proof, K8S / "overlays/ci")
+    control(proof)
 
 
 def other(proof):
@@ -89,11 +90,11 @@ def ready_new(proof):
 
 
 def control(proof):
-    """Pool after pool, as any rolling update would: no whole pair is left, else the proof above proves nothing.
+    """Back pool after pool, as any rolling update would: no whole pair is left, else the proof above proves nothing.
 
     Streams need not fail even then: a decode worker without a prefill worker of its revision computes prompts itself.
     """
-    docs = {d["metadata"]["name"]: d for d in build(other(proof), kubectl()) if d["kind"] == "Deployment"}
+    docs = {d["metadata"]["name"]: d for d in build(K8S / "overlays/ci", kubectl()) if d["kind"] == "Deployment"}
     name = "A11 negative control: streams while one pool follows the other"
     with least(proof) as lowest, proof.load(name, lanes=(LANES,)):
         for role in ("decode", "prefill"):
