@@ -11,8 +11,8 @@ done
 if [ ! -s "$cache/base.tar" ]; then
   mmdebstrap -q --variant=minbase --include=python3,tini,ca-certificates,libstdc++6 \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
-    --dpkgopt='path-exclude=/usr/share/doc/*' bookworm "$cache/base.tar.part"
-  mv "$cache/base.tar.part" "$cache/base.tar"
+    --dpkgopt='path-exclude=/usr/share/doc/*' bookworm "$cache/part-base.tar"
+  mv "$cache/part-base.tar" "$cache/base.tar"
 fi
 export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-overlay}
 if ! buildah images -q localhost/tandem-base:12 2>/dev/null | grep -q .; then
