@@ -38,7 +38,7 @@ async def worker(*addresses, load=a_load, clock=None, proof=None, times=TIMES, o
     )
     client.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             yield client
     finally:
         await client.close()

@@ -88,7 +88,7 @@ async def hand_over(world) -> list[Exception]:
             group = ReadGroup(TransferId("t"), rank.lease, tuple(TARGET_PAGES), Owner(), failures.append, lambda: None)
             await reader.post(peer, copies, group)
             groups.append(group)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for group in groups:
                 await reader.landed(group)
     finally:

@@ -13,7 +13,7 @@ import pytest
 from engine.models.builtin import prepare_builtin
 from tests.fakes.live_cluster import ROOT, complete, running_cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory):
 )
 def test_a_bad_request_gets_a_status_and_a_sentence(cluster, content, status, words):
     response = httpx.post(
-        cluster.base_url + "/v1/completions", content=content, headers={"content-type": "application/json"}
+        cluster.base_url + "/v1/completions", content=content, headers={"content-type": "application/json"}, timeout=60
     )
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -47,15 +47,15 @@ def test_a_bad_request_gets_a_status_and_a_sentence(cluster, content, status, wo
 
 
 def test_unknown_paths_and_methods_are_answered_in_the_same_shape(cluster):
-    assert httpx.get(cluster.base_url + "/v2/nothing").status_code == 404
-    response = httpx.get(cluster.base_url + "/v1/completions")
+    assert httpx.get(cluster.base_url + "/v2/nothing", timeout=60).status_code == 404
+    response = httpx.get(cluster.base_url + "/v1/completions", timeout=60)
     assert response.status_code == 405
     assert "error" in response.json()
 
 
 def test_unknown_fields_are_accepted_and_named(cluster):
     body = {"model": "scripted", "prompt": "x", "max_tokens": 1, "best_of_breed": True}
-    response = httpx.post(cluster.base_url + "/v1/completions", json=body)
+    response = httpx.post(cluster.base_url + "/v1/completions", json=body, timeout=60)
     assert response.status_code == 200
     assert "best_of_breed" in response.headers["x-tandem-ignored-fields"]
 

@@ -48,7 +48,7 @@ def test_every_accepted_request_gets_one_right_reply_while_workers_die(tmp_path)
         thread.join()
         assert [f for o in outcomes for f in faults(o)] == []
         assert sum(o.cancelled for o in outcomes) > 0
-        wait_for(lambda: findings(cluster) == [], 20, f"audit: {findings(cluster)}")
+        wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
         restarted = [p["id"] for p in cluster.processes() if p["restarts"]]
         assert sorted(restarted) == ["decode-1", "prefill-1"], "both kills must have happened"
 
@@ -92,7 +92,11 @@ def test_corrupted_kv_changes_the_text(tmp_path):
         thread = threading.Thread(target=spoil)
         thread.start()
         items = work(24, seed=99)
-        outcomes = asyncio.run(storm(cluster.base_url, "scripted", items, concurrency=8, cancel_share=0.0, seed=1))
+        for seed in range(20):  # where the thread seldom runs, the first reads may be faster than it
+            outcomes = asyncio.run(storm(cluster.base_url, "scripted", items, concurrency=8, cancel_share=0, seed=seed))
+            seen = [f for o in outcomes for f in faults(o)]
+            if seen:
+                break
         stop.set()
         thread.join()
-        assert [f for o in outcomes for f in faults(o)] != [], "corrupted KV went unnoticed: the oracle is blind"
+        assert seen != [], "corrupted KV went unnoticed: the oracle is blind"

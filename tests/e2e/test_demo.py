@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.live_cluster import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 
 @pytest.mark.parametrize("transfer", ["auto", "tcp"])

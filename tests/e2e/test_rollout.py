@@ -60,7 +60,8 @@ class Load:
             items = [(prompt, scripted_text(prompt, 60, self._truths[0]), 60) for prompt in prompts]
             found = self._storm(items, number)
             # A kept connection may be closed just as it is used again: HTTP leaves that race to the client, and every
-            # public one sends a request again whose answer had not begun. A stream that had begun is never repeated.
+            # public one sends a request again whose answer had not begun. A stream that had begun is never repeated; six
+            # connections are open when the gateway is replaced.
             unheard = {o.prompt for o in found if o.broken and not o.status}
             self.repeated += len(unheard)
             self.outcomes += [o for o in found if o.prompt not in unheard]
@@ -98,7 +99,7 @@ class Load:
                 if outcome.text == scripted_text(outcome.prompt, 60, truth):
                     outcome.expected = outcome.text
         assert [f for o in self.outcomes for f in faults(o)] == []
-        assert self.repeated <= 2, f"{self.repeated} connections broke before their answer began"
+        assert self.repeated <= 6, f"{self.repeated} connections broke before their answer began"
         assert self.lowest == WANT, "capacity fell below the floor"
 
 
@@ -181,7 +182,7 @@ def test_the_same_exits_without_a_drain_do_cut_streams(cluster):
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert seen.wait(30)
+        assert seen.wait(60)
         for victim in victims:
             os.kill(victim["pid"], signal.SIGKILL)
         reader.join(60)

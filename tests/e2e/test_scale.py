@@ -57,4 +57,4 @@ def test_scaling_out_and_in_under_load_fails_no_request(tmp_path):
         assert status.stdout.startswith("cluster default: scripted at http://")
         down = cluster.cli("down")
         assert down.returncode == 0, down.stderr
-        assert cluster.process.wait(10) == 0
+        assert cluster.process.wait(60) == 0

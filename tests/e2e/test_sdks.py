@@ -29,7 +29,7 @@ from tests.fakes.deepseek import ARGUMENTS, WEATHER
 from tests.fakes.live_cluster import running_cluster, wait_for
 from tests.fakes.streams import MESSAGES, RESPONSES, tools_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 ASKED = [{"role": "user", "content": WEATHER_QUESTION}]
 
@@ -202,14 +202,14 @@ def test_sglangs_benchmark_client_finishes_and_counts_as_we_do(cluster, tmp_path
 
 def counted(cluster) -> int:
     """Output tokens that the gateway has told in usage so far."""
-    metrics = httpx.get(cluster.base_url + "/metrics").text
+    metrics = httpx.get(cluster.base_url + "/metrics", timeout=60).text
     (line,) = [line for line in metrics.splitlines() if line.startswith("tandem_http_completion_tokens_total ")]
     return int(float(line.split()[1]))
 
 
 def test_nothing_is_held_afterwards(cluster, claude):
     say(claude)
-    wait_for(lambda: held_pages(cluster) == 0, 10, "pages are still held")
+    wait_for(lambda: held_pages(cluster) == 0, 60, "pages are still held")
 
 
 def test_the_timing_extension_splits_the_time_to_the_first_token(gpt):

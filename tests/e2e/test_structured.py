@@ -17,7 +17,7 @@ from engine.models.scripted_v41 import NAME as V41
 from tests.fakes.audit import statistics
 from tests.fakes.live_cluster import complete, running_cluster, stream_text
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 MODEL = "tiny-llama-f64"
 

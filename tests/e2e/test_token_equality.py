@@ -109,7 +109,7 @@ def test_disaggregated_text_equals_the_single_worker(model_and_truth, transfer, 
         )
         assert pulled > 0
         assert_resumed_text_is_equal(cluster, long_text)
-        wait_for(lambda: findings(cluster) == [], 10, f"audit: {findings(cluster)}")
+        wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
 
 
 def assert_resumed_text_is_equal(cluster, long_text):
@@ -142,4 +142,4 @@ def test_retraction_does_not_change_text(model_and_truth, tmp_path):
         assert answers_together(cluster) == expected
         retracted = statistics(cluster)["decode-1"].values["engine_retractions"]
         assert retracted > 0, "the pool was not small enough for this test to show anything"
-        wait_for(lambda: findings(cluster) == [], 10, f"audit: {findings(cluster)}")
+        wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")

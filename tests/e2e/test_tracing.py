@@ -13,7 +13,7 @@ from core.tracing.api import NullTracer, TracingSection, read_traceparent
 from core.tracing.factory import open_tracer
 from tests.fakes.live_cluster import running_cluster, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -69,7 +69,7 @@ def test_a_request_is_one_trace_over_all_processes(tmp_path, collector):
         url = f"{cluster.base_url}/v1/completions"
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
-        wait_for(lambda: len(of_trace(collector, TRACE)) == 3, 20, "the spans did not arrive")
+        wait_for(lambda: len(of_trace(collector, TRACE)) == 3, 60, "the spans did not arrive")
         spans = of_trace(collector, TRACE)
         assert spans["gateway"].parent_span_id.hex() == PARENT
         assert spans["decode"].parent_span_id == spans["gateway"].span_id
@@ -81,7 +81,7 @@ def test_a_request_is_one_trace_over_all_processes(tmp_path, collector):
             assert spans[inner].end_time_unix_nano <= spans[outer].end_time_unix_nano
         # Without a context of its own a request begins a trace; a malformed one is no context.
         httpx.post(url, json=body, headers={"traceparent": "00-junk"}, timeout=60)
-        wait_for(lambda: len(collector.spans) >= 6, 20, "the spans of the second request did not arrive")
+        wait_for(lambda: len(collector.spans) >= 6, 60, "the spans of the second request did not arrive")
         traces = {span.trace_id.hex() for _, span in collector.spans}
         assert len(traces) == 2
 

@@ -22,8 +22,6 @@ from tests.fakes.fake_mori import FakeMori
 from tests.fakes.kv_ends import require
 from tests.fakes.worker_cluster import WorkerCluster, ask
 
-pytestmark = pytest.mark.timeout(120)
-
 SERVE = {"prefill": (PrefillWorkerConfig, serve_prefill), "decode": (DecodeWorkerConfig, serve_decode)}
 TRANSPORTS = {
     "shm": (),

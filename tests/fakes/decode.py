@@ -80,7 +80,7 @@ class ScriptedPuller:
         """Wait until `number` pulls began; return the last."""
         while len(self.pulls) < number:
             self._news.clear()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await self._news.wait()
         return self.pulls[number - 1]
 

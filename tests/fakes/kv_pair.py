@@ -59,7 +59,7 @@ class Pair:
 
     async def settled(self) -> None:
         """Wait until nothing is held without proof at D and no lease is left at P."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.host.unproven or self.source.num_leases or self.destination.statistics()["open_ops"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 

@@ -262,7 +262,7 @@ class Child:
             self.resume()
             self.process.stdin.close()
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(30):
                     await self.process.wait()
             except TimeoutError:
                 await self.kill()

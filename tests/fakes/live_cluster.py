@@ -43,7 +43,7 @@ class Cluster:
         """Kill a process and wait until the launcher has noticed."""
         pid = self.worker(worker_id)["pid"]
         os.kill(pid, number)
-        wait_for(lambda: self.worker(worker_id)["pid"] != pid, 10, f"the end of {worker_id} was not noticed")
+        wait_for(lambda: self.worker(worker_id)["pid"] != pid, 60, f"the end of {worker_id} was not noticed")
         return pid
 
     def wait_ready(self, count: int, timeout_s: float = 60) -> None:

@@ -101,7 +101,7 @@ def _with_trouble(
 
     def run() -> None:
         try:
-            wait_for(lambda: _total(cluster, "transfer_leases") > 4, 20, "no hand-over is under way")
+            wait_for(lambda: _total(cluster, "transfer_leases") > 4, 60, "no hand-over is under way")
             events.append(trouble())
         except BaseException as error:
             failure.append(error)

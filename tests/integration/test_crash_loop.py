@@ -12,7 +12,7 @@ from deploy.status import render_status
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 
 async def test_a_crashing_worker_is_held_after_six_restarts_and_nobody_else_is_touched(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ async def test_keys_rates_pages_and_the_access_log(tmp_path):
                 assert (await client.get(path, headers=bearer("k-acme"))).status_code == 403
             leases = (await client.get("/debug/leases", headers=bearer("k-admin"))).json()
             assert leases["counts"] == {"request": 1, "queued": 0, "permit": 0, "attempt": 0}
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 # A picture is taken twice a second.
                 while True:
                     status = (await client.get("/statusz", headers=bearer("k-admin"))).json()
@@ -125,7 +125,7 @@ async def test_all_processes_of_a_cluster_talk_by_certificates_only(tmp_path):
 
 
 async def test_the_status_page_holds_no_data_and_asks_for_nothing_foreign(tmp_path):
-    async with sim_cluster(tmp_path) as cluster, httpx.AsyncClient(trust_env=False) as client:
+    async with sim_cluster(tmp_path) as cluster, httpx.AsyncClient(timeout=30, trust_env=False) as client:
         page = await client.get(f"{cluster.url}/status")
         assert page.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in page.headers["content-security-policy"]

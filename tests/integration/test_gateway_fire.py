@@ -33,7 +33,6 @@ async def fire(directory, **amounts):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(180)
 async def test_under_fire_every_request_ends_once_and_no_token_is_lost_or_doubled(tmp_path):
     answers, deeds, found, leases, values = await fire(tmp_path, streams=16, num_harms=4, seed=5)
     assert found == []

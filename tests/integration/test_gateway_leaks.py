@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.sim_cluster import body, complete, sim_cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster]
 
 ABORTS = 1000
 STEP_S = 0.005

@@ -32,7 +32,7 @@ def add(gateway, name="d1", plan=(), **options):
 
 
 async def settled(reached):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             if reached():
                 return

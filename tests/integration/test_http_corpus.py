@@ -79,7 +79,7 @@ async def say(port, *parts, pause_s=0.0, end=True):
         if end:
             # The last request of each of these asks for a close, or is broken.
             with contextlib.suppress(ConnectionError):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     return await reader.read()
         return b""
     finally:
@@ -218,7 +218,7 @@ async def test_a_client_that_closes_its_half_is_taken_for_gone():
     async with served() as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /slow HTTP/1.1\r\n" + HOST + b"\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await app.entered.wait()
             writer.write_eof()
             assert await reader.read() == b""

@@ -14,7 +14,6 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chrom
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium-headless-shell)"),
 ]
 

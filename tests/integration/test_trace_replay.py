@@ -4,13 +4,11 @@ import asyncio
 import json
 
 import httpx
-import pytest
 
 from benchmarks.replay import read, replay
 from tests.fakes.cluster import MODEL
 from tests.fakes.sim_cluster import body, complete, sim_cluster
 
-pytestmark = pytest.mark.timeout(120)
 SHARED = tuple(range(20, 20 + 64))
 
 

@@ -53,7 +53,7 @@ async def test_a_crash_with_hand_overs_in_flight_ends_the_worker_and_frees_its_p
         await gateway.until(lambda: gateway.tokens)
         plant(monkeypatch, [engines[list(workers).index(kind)]])
         victim = workers.pop(kind)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             await victim.task
         assert "planted" in str(victim.departure.error)
         (peer,) = workers.values()

@@ -293,7 +293,7 @@ async def test_a_drained_worker_finishes_what_runs_and_refuses_what_is_new(clust
     assert refusal.code == "draining"
     assert isinstance(await gateway.ended(1), Finished)
     assert gateway.tokens[1] == scripted_reply(MODEL, PROMPT, 120, ignore_eos=True)
-    await asyncio.wait_for(decode.task, 10)
+    await asyncio.wait_for(decode.task, 30)
 
 
 async def test_a_drain_that_runs_out_of_budget_hands_requests_back(cluster):
@@ -302,7 +302,7 @@ async def test_a_drain_that_runs_out_of_budget_hands_requests_back(cluster):
     await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 3)
     await cluster.admin.drain(decode.address, 0.3)
     assert (await gateway.ended(1)).code == "draining"
-    await asyncio.wait_for(decode.task, 10)
+    await asyncio.wait_for(decode.task, 30)
     await cluster.settled(prefill)
 
 

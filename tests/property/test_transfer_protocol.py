@@ -137,7 +137,7 @@ async def one_world(seed, directory, drop):
         pair.dialer.dial = dial
         for link in pair.dialer.links:
             link.cut(None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while pair.destination.statistics()["sessions"]:  # noqa: ASYNC110 - until the receivers have noticed
                 await asyncio.sleep(0.002)
         await pair.settled()

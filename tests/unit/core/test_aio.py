@@ -63,7 +63,7 @@ async def test_a_task_may_close_its_own_set():
         done.set()
 
     tasks.spawn(close_all(), name="closer")
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await done.wait()
 
 
@@ -152,7 +152,7 @@ async def test_threads_may_post_and_the_order_of_each_is_kept():
     for thread in threads:
         thread.start()
     got = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(got) < 4 * per_thread:
             got += await mailbox.get_all()
     for thread in threads:

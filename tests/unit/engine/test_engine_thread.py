@@ -63,7 +63,7 @@ class Bench:
         await self.thread.stop()
 
     async def until_ended(self, seq):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while seq not in self.sink.finished and seq not in self.sink.failed:
                 await self.sink.ended.wait()
                 self.sink.ended.clear()
@@ -159,7 +159,7 @@ async def test_a_crash_of_the_runner_stops_the_engine_with_its_last_operations_i
     bench.runner.collect = explode
     async with bench:
         seq = await bench.thread.call(lambda engine: engine.submit(request_of(PROMPT, 9), LATER))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await bench.crashed.wait()
     assert "kernel fault" in caplog.text
     assert f"prefilling sequence {seq}" in caplog.text

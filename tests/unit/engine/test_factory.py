@@ -82,7 +82,7 @@ async def test_an_opened_engine_answers(directory):
         stop=StopRules(max_tokens=9),
     )
     await engine.call(lambda e: e.submit(request, SystemClock().now() + 60))
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), 30)
     await engine.stop()
     assert tokens == scripted_reply(MODEL, prompt, 9)
 

@@ -30,7 +30,7 @@ async def test_events_of_another_thread_arrive_in_order_with_their_kv_batches_fi
 
     thread = threading.Thread(target=scheduler)
     thread.start()
-    await asyncio.wait_for(done.wait(), 5)
+    await asyncio.wait_for(done.wait(), 30)
     thread.join()
     assert heard == [*range(7), KvEventBatch(sequence=1, events=(event,)), *range(7, 19)]
 

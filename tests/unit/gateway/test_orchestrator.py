@@ -332,7 +332,7 @@ async def test_a_deadline_that_passes_between_two_attempts_ends_the_third():
         plans = [(("error", "no_capacity"),), (("error", "no_capacity"),)]
         worker = SimDecode("d1-a", plan=lambda submit: plans.pop() if plans else (("wait", 10**9),))
         gateway.add_decode("d1", worker)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             with pytest.raises(DeadlineExceeded):
                 await collect(gateway.orchestrator, prompt(timeout_s=0.2))
         assert gateway.own_work() == (0, 0)

@@ -334,7 +334,7 @@ async def test_digests_keep_the_order_of_announcements():
         for upto in (16, 32, 40):
             desk.host.compute(prefill, upto)
         desk.host.finish(prefill)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not isinstance(desk.heard[-1], Final):  # noqa: ASYNC110 - the digest thread has no event here
                 await asyncio.sleep(0.001)
         chunks = [m for m in desk.heard if isinstance(m, ChunkReady)]

@@ -50,7 +50,7 @@ class Heard:
 
 async def all_chunks(transfer):
     got = []
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         while (c := await transfer.next_chunk()) is not None:
             got.append(c.chunk)
     return got

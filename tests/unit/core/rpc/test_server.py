@@ -73,7 +73,7 @@ async def test_a_call_that_outlives_its_server_is_no_crash(caplog):
     stream.post(Ack(sequence=1))
     await asyncio.sleep(0.05)
     await server.stop(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await ended.wait()
     await asyncio.sleep(0)
     await stream.close()
@@ -141,7 +141,7 @@ async def test_every_channel_is_a_connection_of_its_own():
         channels = [open_channel(f"127.0.0.1:{listening.getsockname()[1]}") for _ in range(2)]
         for channel in channels:
             channel.get_state(try_to_connect=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             for _ in channels:
                 connection, _address = await loop.sock_accept(listening)
                 connection.close()

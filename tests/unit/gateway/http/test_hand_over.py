@@ -48,7 +48,7 @@ class Client:
         return (await self._reader.readexactly(3)).decode()
 
     async def is_closed(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self._reader.read(1) == b""
 
 
@@ -128,6 +128,6 @@ async def test_connections_wait_until_the_new_process_is_let_go(listener, connec
 
 
 async def test_a_process_that_was_never_let_go_leaves_at_once(listener):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async with serving(listener, "new", hold=asyncio.Event().wait):
             await asyncio.sleep(0.05)
