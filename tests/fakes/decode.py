@@ -201,13 +201,13 @@ class InProcessGateway:
         assert len(found) <= 1, "a handle ended twice"
         return found[0] if found else None
 
-    async def until(self, reached, timeout_s=10):
+    async def until(self, reached, timeout_s=60):
         async with asyncio.timeout(timeout_s):
             while not reached():
                 self._news.clear()
                 await self._news.wait()
 
-    async def ended(self, handle, timeout_s=10):
+    async def ended(self, handle, timeout_s=60):
         await self.until(lambda: self.terminal(handle) is not None, timeout_s)
         return self.terminal(handle)
 

@@ -93,7 +93,7 @@ class TargetEnd:
     def read(self, peer: Peer, records: Records, lease: LeaseId, deadline: float = FOREVER) -> Op:
         return self.transport.submit(peer, records, TransferId("t"), lease, deadline)
 
-    def wait(self, *ops: Op, timeout_s: float = 10.0) -> None:
+    def wait(self, *ops: Op, timeout_s: float = 60.0) -> None:
         """Until all are proven over; by events, as a user of the transport waits."""
         end = time.monotonic() + timeout_s
         while not all(self.transport.quiesced(op) for op in ops):

@@ -161,7 +161,7 @@ class DestinationSide:
         } | changes
         return await self.destination.pull(**arguments)
 
-    async def settled(self, timeout_s: float = 15.0) -> None:
+    async def settled(self, timeout_s: float = 60.0) -> None:
         """Wait until nothing is in doubt."""
         async with asyncio.timeout(timeout_s):
             while self.host.unproven or self.destination.statistics()["open_ops"]:  # noqa: ASYNC110
@@ -222,7 +222,7 @@ class Child:
         self.address = ""
         self.incarnation = Incarnation("")
 
-    async def line(self, timeout_s: float = 30.0) -> dict:
+    async def line(self, timeout_s: float = 60.0) -> dict:
         async with asyncio.timeout(timeout_s):
             data = await self.process.stdout.readline()
         assert data, f"the process ended with {await self.process.wait()}"
@@ -234,7 +234,7 @@ class Child:
         await self.process.stdin.drain()
         return await self.line()
 
-    async def until(self, condition, timeout_s: float = 15.0) -> dict:
+    async def until(self, condition, timeout_s: float = 60.0) -> dict:
         """Ask a source for its state until it is as wanted."""
         async with asyncio.timeout(timeout_s):
             while not condition(state := await self.ask("state")):  # noqa: ASYNC110

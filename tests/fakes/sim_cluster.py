@@ -136,12 +136,17 @@ class SimCluster:
         address = child.facts["membership_address"] if name == "gateway-1" else child.facts["address"]
         return (await self.admin.statistics(address)).values
 
-    async def settled(self, name, key, value, timeout_s=5.0):
+    async def settled(self, name, key, value):
         """Wait until a process's statistic has a value."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                if (await self.statistics(name))[key] == value:
-                    return
+        await self._until(name, key, lambda found: found == value)
+
+    async def reached(self, name, key, least):
+        """Wait until a process's statistic has at least a value."""
+        await self._until(name, key, lambda found: found >= least)
+
+    async def _until(self, name, key, satisfied):
+        async with asyncio.timeout(START_S):
+            while not satisfied((await self.statistics(name))[key]):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.02)
 
     def text_of(self, prompt, num_tokens):

@@ -73,7 +73,7 @@ class ProcessWorker(Worker):
     def signal(self, number) -> None:
         self.process.send_signal(number)
 
-    async def exit_code(self, timeout_s=20) -> int:
+    async def exit_code(self, timeout_s=60) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 
@@ -129,7 +129,7 @@ class WorkerCluster:
                 worker.signal(signal.SIGCONT)
                 worker.signal(signal.SIGTERM)
                 try:
-                    await worker.exit_code(10)
+                    await worker.exit_code(30)
                 except TimeoutError:
                     worker.signal(signal.SIGKILL)
                     await worker.exit_code()
@@ -209,7 +209,7 @@ budget_s = 20
 
     async def _facts(self, worker_id, has_ended, why):
         path = self.directory / f"{worker_id}.json"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not path.exists():
                 assert not has_ended(), f"{worker_id} ended before it was ready: {why()}"
                 await asyncio.sleep(0.02)
@@ -222,7 +222,7 @@ budget_s = 20
         self.gateways.append(gateway)
         return gateway
 
-    async def settled(self, worker, *, timeout_s=10, allow=()) -> dict[str, float]:
+    async def settled(self, worker, *, timeout_s=60, allow=()) -> dict[str, float]:
         """Wait until a worker holds nothing but free and cached pages; return its statistics. Fails with its findings."""
         until = time.monotonic() + timeout_s
         while True:
@@ -233,7 +233,7 @@ budget_s = 20
             assert time.monotonic() < until, f"{worker.id} does not settle: {found.audit_findings} {left}"
             await asyncio.sleep(0.05)
 
-    async def busy(self, worker, statistic, *, timeout_s=10) -> None:
+    async def busy(self, worker, statistic, *, timeout_s=60) -> None:
         """Wait until a statistic of a worker is not 0."""
         until = time.monotonic() + timeout_s
         while True:
@@ -286,7 +286,7 @@ class RpcGateway(InProcessGateway):
         await self.stream.close()
         self.connection = None
 
-    async def answer(self, handle, request, prefill=None, timeout_s=20):
+    async def answer(self, handle, request, prefill=None, timeout_s=60):
         """Submit and wait for the terminal record; returns (tokens, record)."""
         self.submit(handle, request, prefill)
         record = await self.ended(handle, timeout_s)

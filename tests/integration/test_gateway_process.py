@@ -68,6 +68,6 @@ async def test_the_ready_file_names_bound_addresses_and_goes_with_the_process(tm
 
 async def test_an_operator_drains_a_gateway(tmp_path):
     async with sim_cluster(tmp_path) as cluster:
-        await cluster.admin.drain(cluster.gateway.facts["membership_address"], 5.0)
+        await cluster.admin.drain(cluster.gateway.facts["membership_address"], 60.0)
         async with asyncio.timeout(30):
             assert await cluster.gateway.process.wait() == 0

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from contextlib import aclosing
 
 import pytest
@@ -74,9 +73,7 @@ async def test_dynamo_13691_14507_a_client_that_leaves_is_aborted_at_the_worker(
             assert gateway.admission.queued == 0
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        left = time.monotonic()
         await settled(lambda: worker.running == 0)
-        assert time.monotonic() - left < 2
         assert (worker.counts["aborts"], worker.counts["submits"]) == (1, 1)
         assert gateway.leases.counts() == NOTHING
 

@@ -34,5 +34,6 @@ def compute():
 def test_waiting_is_blocking_and_computing_is_not(call, blocks):
     found = row(drive(Reader(call), [None], 0.1))
     assert found["wall_max_us"] >= 10e3
-    assert (found["blocked_over_5_ms"] > 0) == blocks
+    # Half of the calls only poll. A machine in a machine takes more from some call than the kernel here knows.
+    assert (found["blocked_over_5_ms"] > found["calls"] / 4) == blocks
     assert (found["cpu_max_us"] >= 9e3) != blocks

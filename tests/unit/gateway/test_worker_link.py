@@ -162,6 +162,7 @@ async def test_arrival_is_acknowledged_once_for_many_frames(rig):
         wire.bring(frame(sequence, position=sequence - 1, tokens=[7]))
     await one.settle()
     await asyncio.sleep(0.03)
+    await one.settle()
     assert wire.of(Ack) == [Ack(sequence=5)]
 
 
@@ -242,6 +243,7 @@ async def test_commands_given_while_the_connection_is_down_are_sent_after_it(rig
     await one.settle()
     mailbox = one.submit(5)
     await asyncio.sleep(0.03)
+    await one.settle()
     assert [submit.handle for submit in second.of(Submit)] == [5]
     second.bring(frame(1, handle=5, tokens=[7]))
     assert await mailbox.take() == [Run(0, [7])]
