@@ -18,6 +18,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     config_toml: str
     sets: tuple[str, ...]
     threads: int
+    domain: str
+    """Of the hosts it was ordered for; empty: any."""
     secret: str
 
 

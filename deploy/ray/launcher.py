@@ -7,6 +7,7 @@ new name, because the old process may still run; a restarted controller adopts t
 import asyncio
 import logging
 import secrets
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from deploy.local.launcher import GATEWAY_IDS, Launcher
 from deploy.local.slot import Slot
 from deploy.local.spec import Revision, next_worker_id
 from deploy.ray.api import RayPort
-from deploy.ray.plan import GATEWAY, Needs, RayPlan, Saved, choose_domain, decode_saved, encode_saved
+from deploy.ray.plan import GATEWAY, Needs, RayPlan, Saved, check_domains, choose_domain, decode_saved, encode_saved
 from deploy.ray.process import RemoteProcess
 from deploy.ray.slot import RaySlot
 
 _LOG = logging.getLogger(__name__)
 SAVE_POLL_S = 0.2
+DOMAINS_POLL_S = 5.0
 ADOPT_TIMEOUT_S = 10.0
 GRACE_S = 5.0
 
@@ -43,7 +45,6 @@ class RayLauncher(Launcher):
         self._plan = plan
         self._port = port
         self._hosts: list[str] = []
-        self._domains: list[str] = []
         self._taken: set[str] = set()
         """Names of lost supervisors, whose processes may still run."""
         self._waiting: set[asyncio.Task[None]] = set()
@@ -52,14 +53,16 @@ class RayLauncher(Launcher):
     async def begin(self) -> None:
         """Start the cluster, or take over the one whose controller this one replaces; returns when it serves in full."""
         found = await self._port.load()
-        self._domains = list(await self._port.domains())
         if found is None:
+            check_domains(await self._port.domains(), self._plan.slices)
             host, first = await self._port.gateway_host(), self._plan.membership_port
             self._hosts = [f"{host}:{first}", f"{host}:{first + 1}"]
             await self._save()
             self._spawn(self._keep())
+            self._spawn(self._leave_lost_domains())
             await self.start()
         else:
+            self._spawn(self._leave_lost_domains())
             await self._recover(decode_saved(found))
 
     async def down(self, budget_s: float) -> None:
@@ -102,10 +105,6 @@ class RayLauncher(Launcher):
         return self._plan.needs.get(role, Needs())
 
     def _make_slot(self, slot_id: str, role: str, revision: Revision) -> Slot:
-        domain = ""
-        if role != GATEWAY:
-            taken = [slot.domain for slot in self._slots.values() if isinstance(slot, RaySlot) and slot.role == role]
-            domain = choose_domain(self._domains, taken, self._plan.slices)
         return RaySlot(
             slot_id=slot_id,
             role=role,
@@ -114,12 +113,43 @@ class RayLauncher(Launcher):
             clock=self._clock,
             port=self._port,
             needs=self._needs(role),
-            domain=domain,
             secret=self.secret,
         )
 
+    async def _place(self, slot: Slot) -> None:
+        """Give a worker that starts a domain, unless the one it had is still there."""
+        assert isinstance(slot, RaySlot), "only such slots are made here"
+        if slot.role == GATEWAY or self._plan.slices == 1:
+            return
+        live = await self._port.domains()
+        if slot.domain not in live:
+            others = [
+                s for s in self._slots.values() if isinstance(s, RaySlot) and s.role == slot.role and s is not slot
+            ]
+            slot.domain = choose_domain(live, [s.domain for s in others], self._plan.slices)
+
+    async def _leave_lost_domains(self) -> None:
+        """Let workers go elsewhere that wait for a host in a domain that is gone: Ray would keep them waiting. Until cancelled.
+
+        Ray takes about a minute to notice a host that is cut off, so a worker may be ordered to where no host is any more.
+        """
+        while self._plan.slices > 1:
+            await asyncio.sleep(DOMAINS_POLL_S)
+            live = await self._port.domains()
+            for slot in [s for s in self._slots.values() if isinstance(s, RaySlot)]:
+                if (
+                    slot.domain
+                    and slot.domain not in live
+                    and not slot.asked
+                    and slot.remote
+                    and slot.remote.is_waiting
+                ):
+                    self._report(f"{slot.id}: no host of domain {slot.domain} is left")
+                    slot.remote.send_signal(signal.SIGTERM)
+
     async def _launch(self, slot: Slot) -> None:
         if not self._is_lost(slot):
+            await self._place(slot)
             await super()._launch(slot)
             return
         self._slots.pop(slot.id, None)

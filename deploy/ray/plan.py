@@ -98,17 +98,24 @@ def missing_resources(plan: RayPlan, offered: Mapping[str, float]) -> str:
     return f"no node of the Ray cluster takes {', '.join(missing)}; start one with: ray start --resources '{flag}'"
 
 
-def choose_domain(domains: Sequence[str], taken: Sequence[str], slices: int) -> str:
-    """Return the domain with the fewest workers of a role (`taken`: one entry a worker); raises ConfigError."""
-    if slices == 1:
-        return ""
-    known = sorted(set(domains))[:slices]
-    if len(known) < slices:
+def check_domains(domains: Sequence[str], slices: int) -> None:
+    """Raise ConfigError if nodes name fewer domains than the cluster has slices."""
+    known = len(set(domains))
+    if slices > 1 and known < slices:
         raise ConfigError(
-            f"the cluster has {slices} slices, but nodes of {len(known)} have the label {DOMAIN_LABEL}; "
+            f"the cluster has {slices} slices, but nodes of {known} have the label {DOMAIN_LABEL}; "
             f"start nodes with: ray start --labels {DOMAIN_LABEL}=NAME"
         )
-    return min(known, key=lambda domain: (taken.count(domain), domain))
+
+
+def choose_domain(domains: Sequence[str], taken: Sequence[str], slices: int) -> str:
+    """Return the domain of live nodes with the fewest workers of a role (`taken`: one entry a worker); empty: any host.
+
+    A cluster that has begun makes do with fewer domains than slices: one may be gone.
+    """
+    if slices == 1:
+        return ""
+    return min(sorted(set(domains))[:slices], key=lambda domain: (taken.count(domain), domain), default="")
 
 
 def encode_saved(saved: Saved) -> bytes:

@@ -48,9 +48,14 @@ class RemoteProcess:
     async def wait(self) -> int:
         return await asyncio.shield(self._life)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no host has taken it yet."""
+        return self._starting is not None and not self._starting.done()
+
     def send_signal(self, signal: int, /) -> None:
-        if self._starting is not None and not self._starting.done():
-            self._starting.cancel()  # no host has taken it yet: there is nothing to drain
+        if self._starting is not None and self.is_waiting:
+            self._starting.cancel()  # there is nothing to drain
             return
         task = asyncio.create_task(self._signal(signal))
         self._signals.add(task)

@@ -12,7 +12,7 @@ from deploy.ray.process import RemoteProcess
 
 
 class RaySlot(Slot):
-    """As the launcher's own slot, with the process elsewhere. `domain` is the network domain that it was ordered for."""
+    """As the launcher's own slot, with the process elsewhere. `domain` is the network domain that it is ordered for; empty: any."""
 
     def __init__(
         self,
@@ -24,11 +24,10 @@ class RaySlot(Slot):
         clock: Clock,
         port: RayPort,
         needs: Needs,
-        domain: str,
         secret: str,
     ) -> None:
         super().__init__(slot_id=slot_id, role=role, revision=revision, run_dir=run_dir, clock=clock)
-        self.domain = domain
+        self.domain = ""
         self.remote: RemoteProcess | None = None
         self._port = port
         self._needs = needs
@@ -42,6 +41,7 @@ class RaySlot(Slot):
             config_toml=config_toml,
             sets=tuple(sets),
             threads=threads,
+            domain=self.domain,
             secret=self._secret,
         )
         self._take(self._port.create(self.id, self.role, self._needs, self.domain), order)
@@ -49,6 +49,7 @@ class RaySlot(Slot):
 
     def adopt(self, supervisor: Supervisor, told: Told) -> None:
         """Follow a process that an earlier controller started."""
+        self.domain = told.order.domain if told.order is not None else ""
 
         async def found() -> Supervisor:
             return supervisor

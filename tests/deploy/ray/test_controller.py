@@ -22,6 +22,7 @@ from prefill_worker.config import PrefillWorkerConfig
 from tests.deploy.ray.fake_ray import FakeRay, Healthy
 
 SPEC = ClusterSpec(name="t", model="scripted", prefill=1, decode=2, drain_s=0.2)
+SPEC_ROLES = ("prefill", "decode")
 PLAN = RayPlan(spec=SPEC, needs={})
 
 
@@ -239,14 +240,46 @@ async def test_workers_are_spread_over_domains(fake, tmp_path):
         }
 
 
-SPEC_ROLES = ("prefill", "decode")
+async def test_the_workers_of_a_lost_domain_start_in_the_others(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "DOMAINS_POLL_S", 0.02)
+    async with running(fake, tmp_path, RayPlan(spec=SPEC, needs={}, slices=2)) as cluster:
+        fake.nodes = ["b"]
+        fake.supervisors["decode-1"].dies()
+        await cluster.becomes(lambda states: states.get("decode-3") == "ready")
+        assert fake.supervisors["decode-3"].domain == "b"
+        # Ray does not know yet that the domain is gone, so a worker waits there.
+        fake.nodes, fake.is_full = ["a", "b"], True
+        fake.supervisors["prefill-1"].dies()
+        await cluster.becomes(lambda states: states.get("prefill-2") == "starting" and "prefill-2" in fake.supervisors)
+        assert fake.supervisors["prefill-2"].domain == "a"
+        fake.nodes, fake.is_full = ["b"], False
+        await cluster.becomes(lambda states: states.get("prefill-2") == "ready")
+        assert fake.supervisors["prefill-2"].domain == "b"
+        await crash(cluster)
+        cluster.body = RayController(RayPlan(spec=SPEC, needs={}, slices=2), fake, tmp_path)
+        await cluster.ask("wait")
+        assert {p["id"]: p["domain"] for p in (await cluster.ask("status"))["processes"]} == {
+            "gateway-1": "",
+            "prefill-2": "b",
+            "decode-2": "b",
+            "decode-3": "b",
+        }
 
 
-def test_domains_need_labels():
-    assert choose_domain([], [], 1) == ""
-    assert choose_domain(["b", "a", "a"], ["a"], 2) == "b"
+async def test_a_cluster_of_slices_does_not_begin_without_its_domains(fake, tmp_path):
+    fake.nodes = ["a"]
+    cluster = Cluster(fake, RayPlan(spec=SPEC, needs={}, slices=2), tmp_path)
     with pytest.raises(ConfigError, match="ray start --labels"):
-        choose_domain(["a"], [], 2)
+        await cluster.ask("wait")
+    await cluster.ask("down", budget_s=0.1)
+
+
+def test_the_domain_with_the_fewest_workers_is_next():
+    assert choose_domain(["a"], [], 1) == ""
+    assert choose_domain(["b", "a", "a"], ["a"], 2) == "b"
+    assert choose_domain(["c", "b", "a"], ["a", "b"], 2) == "a", "not more domains than slices"
+    assert choose_domain(["b"], ["b"], 2) == "b"
+    assert choose_domain([], ["b"], 2) == ""
 
 
 def test_a_description_becomes_what_actors_need():

@@ -65,6 +65,7 @@ def order(slot_id, model, run_dir):
         config_toml=to_toml(config),
         sets=("http.hold_s=0.0",),
         threads=1,
+        domain="",
         secret="s" * 32,
     )
 
