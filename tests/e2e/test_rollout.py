@@ -20,7 +20,7 @@ from deploy.local.control import ask
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 from tests.fakes.audit import findings, statistics
-from tests.fakes.chaos import faults, storm
+from tests.fakes.chaos import faults, insistent_storm
 from tests.fakes.live_cluster import ROOT, running_cluster, stream_text, wait_for
 from tests.fakes.truth import scripted_text
 
@@ -58,18 +58,10 @@ class Load:
         while not self._done.is_set():
             prompts = [f"stream {number} {i} of the load" for i in range(12)]
             items = [(prompt, scripted_text(prompt, 60, self._truths[0]), 60) for prompt in prompts]
-            found = self._storm(items, number)
-            # A kept connection may be closed just as it is used again: HTTP leaves that race to the client, and every
-            # public one sends a request again whose answer had not begun. A stream that had begun is never repeated; six
-            # connections are open when the gateway is replaced.
-            unheard = {o.prompt for o in found if o.broken and not o.status}
-            self.repeated += len(unheard)
-            self.outcomes += [o for o in found if o.prompt not in unheard]
-            self.outcomes += self._storm([item for item in items if item[0] in unheard], number)
+            found, repeated = asyncio.run(insistent_storm(self._cluster.base_url, NAME, items, 6, number))
+            self.outcomes += found
+            self.repeated += repeated
             number += 1
-
-    def _storm(self, items, seed):
-        return asyncio.run(storm(self._cluster.base_url, NAME, items, concurrency=6, cancel_share=0, seed=seed))
 
     def _look(self):
         while not self._done.wait(0.2):

@@ -131,6 +131,21 @@ async def storm(
         return list(await asyncio.gather(*(run(item, cancel, stay) for item, cancel, stay in runs)))
 
 
+async def insistent_storm(
+    base_url: str, model: str, work: list[tuple[str, str, int]], concurrency: int, seed: int
+) -> tuple[list[Outcome], int]:
+    """A storm while gateways are replaced: (outcomes, how many requests were sent again).
+
+    A kept connection may be closed just as it is used again: HTTP leaves that race to the client, and every public one
+    sends a request again whose answer had not begun. A stream that had begun is never repeated.
+    """
+    found = await storm(base_url, model, work, concurrency=concurrency, cancel_share=0, seed=seed)
+    unheard = {o.prompt for o in found if o.broken and not o.status}
+    again = [item for item in work if item[0] in unheard]
+    kept = [o for o in found if o.prompt not in unheard]
+    return kept + await storm(base_url, model, again, concurrency=concurrency, cancel_share=0, seed=seed), len(again)
+
+
 def work(count: int, seed: int) -> list[tuple[str, str, int]]:
     """Return (prompt, true text, max_tokens) items; half of the prompts share a beginning of some pages."""
     rng = random.Random(seed)

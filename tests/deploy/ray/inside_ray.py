@@ -30,7 +30,7 @@ from deploy.ray.plan import RayPlan
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 from tests.deploy.ray.page import commands_of
-from tests.fakes.chaos import faults, storm
+from tests.fakes.chaos import faults, insistent_storm
 from tests.fakes.live_cluster import ROOT, stream_text, wait_for
 from tests.fakes.truth import scripted_text
 
@@ -144,13 +144,16 @@ class Load:
         self._url = cluster.base_url
         self._done = threading.Event()
         self.outcomes = []
+        self.repeated = 0
 
     def _stream(self) -> None:
         number = 0
         while not self._done.is_set():
             prompts = [f"stream {number} {i} of the load" for i in range(8)]
             items = [(prompt, scripted_text(prompt, 60, SLOW), 60) for prompt in prompts]
-            self.outcomes += asyncio.run(storm(self._url, NAME, items, concurrency=4, cancel_share=0, seed=number))
+            found, repeated = asyncio.run(insistent_storm(self._url, NAME, items, 4, number))
+            self.outcomes += found
+            self.repeated += repeated
             number += 1
 
     def __enter__(self):
@@ -168,6 +171,7 @@ class Load:
 
     def assert_whole(self, cluster: OnRay, what: str) -> None:
         assert [f for o in self.outcomes for f in faults(o)] == []
+        assert self.repeated <= 4, f"{self.repeated} connections broke before their answer began"
         cluster.streams[what] = len(self.outcomes)
 
 
