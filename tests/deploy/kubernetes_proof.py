@@ -313,7 +313,9 @@ class Proof:
             for pod in self.api.get("api/v1:pods", {"labelSelector": f"tandem/role={role}"})["items"]:
                 name = pod["metadata"]["name"]
                 if pod["metadata"].get("deletionTimestamp") and name not in killed:
-                    self.lab.ctr(pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container_of(pod))
+                    self.lab.ctr(
+                        pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container_of(pod), check=False
+                    )
                     killed.add(name)
             return len(killed) == leave and len(self.ready(role)) == len(self.pods(role)) == stay
 
