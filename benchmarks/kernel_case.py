@@ -54,6 +54,8 @@ class Case:
     """Of the real model, measured."""
     compiled: tuple[dict[str, int], ...] = ()
     """Sizes whose launches are compiled; empty: the first large one."""
+    by_chip: bool = False
+    """Chips with tensor memory have another body, which the interpreter checks, too."""
     consistent: Callable[[tuple[torch.Tensor, ...]], str | None] = field(default=lambda _: None)
     """A property of the kernel's outputs alone."""
 

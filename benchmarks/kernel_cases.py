@@ -366,6 +366,7 @@ CASES = (
             {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
         ),
         compiled=({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": 4},),
+        by_chip=True,
     ),
     *CASES_ATTENTION,
     *CASES_SAMPLING,

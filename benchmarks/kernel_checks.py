@@ -6,12 +6,14 @@
 import argparse
 import sys
 import time
+from unittest.mock import patch
 
 import torch
 
 from benchmarks import kernel_interpreter
 from benchmarks.kernel_case import Case, Inputs
 from benchmarks.kernel_cases import CASES
+from engine.kernels import chip
 from engine.kernels.ops import REFERENCE, TRITON, Op
 
 
@@ -56,6 +58,11 @@ def main() -> int:
             begun = time.perf_counter()
             wrong = check(case, size, "cpu" if options.small else "cuda")
             print(f"{case.op} {size} {wrong or 'ok'} ({time.perf_counter() - begun:.1f} s)", flush=True)
+            failures += wrong is not None
+        if case.by_chip and options.small:
+            with patch.object(chip, "has_tensor_memory", lambda _: True):
+                wrong = check(case, case.small[0], "cpu")
+            print(f"{case.op} with tensor memory {case.small[0]} {wrong or 'ok'}", flush=True)
             failures += wrong is not None
     return 1 if failures else 0
 

@@ -1,7 +1,7 @@
 """Compiles every kernel for chips that need not be here, from the very launches that the launchers make.
 
 A launch on CPU tensors is caught before the driver and gives signature, constants and options. What came out is a fact
-sheet per launch and chip (matrix instructions, registers spilled, shared memory), kept by a hash of source, constants and
+sheet per launch and chip (matrix instructions, shared memory), kept by a hash of source, constants and
 compiler: `python -m benchmarks.kernel_compile --update FILE` compiles only what is not there.
 """
 
@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -25,22 +26,33 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
+from engine.kernels import chip as kernels_chip
 from engine.kernels.ops import TRITON
 
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_103": GPUTarget("cuda", 103, 32),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
+
+@dataclass(frozen=True)
+class Chip:
+    """What is compiled for, and what launchers are told about it."""
+
+    target: GPUTarget
+    matrix: str
+    """Matrix instructions."""
+    stores: str
+    """Stores to global memory: a kernel without any does nothing."""
+    ptx: bool = True
+    tensor_memory: bool = False
+
+
+_STORES = r"st\.global|st\.async|red\.|atom\."
+_TENSOR_MEMORY = {"matrix": r"tcgen05\.mma|mma\.sync", "stores": _STORES, "tensor_memory": True}
+CHIPS = {
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), r"wgmma\.mma_async|mma\.sync", _STORES),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), **_TENSOR_MEMORY),
+    "sm_103": Chip(GPUTarget("cuda", 103, 32), **_TENSOR_MEMORY),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), "v_mfma", "(buffer|global|flat)_(store|atomic)", ptx=False),
 }
-MATRIX = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx950": r"v_mfma"}
-_NO_ROOM = "outputs of 64 x 512 and scores need 576 columns of tensor memory, of which there are 512"
-WHY_NOT = {
-    ("_sparse_attention", "gfx950"): "pipelined loads of 64-bit words cannot be copied straight to local memory",
-    ("_sparse_attention", "sm_100"): _NO_ROOM,
-    ("_sparse_attention", "sm_103"): _NO_ROOM,
-}
-"""Kernels that do not compile for a chip, and why."""
+_COLUMNS = 512
+"""Of tensor memory."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
@@ -88,60 +100,60 @@ def caught(function: JITFunction, args: tuple[object, ...], keywords: dict[str, 
     return Launch(function, signature, constants, tuple(aligned), options)
 
 
-def launches(case: Case, size: dict[str, int]) -> list[Launch]:
-    """Return the launches of an op at a size, without running them."""
+def launches(case: Case, size: dict[str, int], chip: Chip) -> list[Launch]:
+    """Return the launches of an op at a size on a chip, without running them."""
     found: list[Launch] = []
 
     def catch(self: JITFunction, *args: object, grid: object, warmup: bool, **keywords: Any) -> None:  # noqa: ARG001
         found.append(caught(self, args, keywords))
 
     inputs = case.make(torch.Generator("cpu").manual_seed(0), size)
-    run, JITFunction.run = JITFunction.run, catch
-    try:
+    with (
+        patch.object(JITFunction, "run", catch),
+        patch.object(kernels_chip, "speaks_ptx", lambda: chip.ptx),
+        patch.object(kernels_chip, "has_tensor_memory", lambda _: chip.tensor_memory),
+    ):
         TRITON.load(case.op)(*inputs.args)
-    finally:
-        JITFunction.run = run
     return found
 
 
-def facts(launch: Launch, chip: str) -> dict[str, Any]:
-    """Compile a launch for a chip; raises what the compiler raises."""
-    if why := WHY_NOT.get((launch.function.__name__, chip)):
-        return {"kernel": launch.function.__name__, "chip": chip, "matrix": [], "shared": 0, "why_not": why}
-    target = TARGETS[chip]
-    constants = launch.constants | ({"PTX": False} if chip == "gfx950" and "PTX" in launch.constants else {})
+def facts(launch: Launch, name: str) -> dict[str, Any]:
+    """Compile a launch for a chip; raises what the compiler raises, and if it left the body out."""
+    chip, constants = CHIPS[name], launch.constants
     source = ASTSource(
         fn=launch.function,
         signature=launch.signature,
         constexprs={(i,): constants[n] for i, n in enumerate(launch.signature) if n in constants},
         attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
     )
-    options = {k: v for k, v in launch.options.items() if chip != "gfx950" or k != "maxnreg"}
-    made = triton.compile(source, target=target, options=options)
+    options = {k: v for k, v in launch.options.items() if chip.ptx or k != "maxnreg"}
+    made = triton.compile(source, target=chip.target, options=options)
     text = made.asm.get("ptx") or made.asm["amdgcn"]
-    pattern = MATRIX.get(chip, MATRIX["sm_100"])
-    matrix = sorted(set(re.findall(pattern, text)))
-    found = {"kernel": launch.function.__name__, "chip": chip, "matrix": matrix, "shared": made.metadata.shared}
+    columns = getattr(made.metadata, "tmem_size", None) or 0
+    if columns > _COLUMNS or not re.search(chip.stores, text):
+        raise RuntimeError(f"{launch.function.__name__} for {name} has no body; {columns} columns of tensor memory")
+    matrix = sorted(set(re.findall(chip.matrix, text)))
+    found = {"kernel": launch.function.__name__, "chip": name, "matrix": matrix, "shared": made.metadata.shared}
     if "dot" in made.asm["ttgir"] and not matrix:
         found["product_without_matrix_unit"] = True
     return found
 
 
 @functools.cache
-def wanted(only: str | None = None) -> list[tuple[str, Launch]]:
-    """Return each distinct launch of the real sizes, with its op; of one op if named."""
+def wanted(name: str, only: str | None = None) -> list[tuple[str, Launch]]:
+    """Return each distinct launch of the real sizes on a chip, with its op; of one op if named."""
     found: dict[str, tuple[str, Launch]] = {}
     for case in CASES:
         if only not in (None, case.op):
             continue
         for size in case.compiled or case.large[:1]:
-            for launch in launches(case, size):
-                found.setdefault(launch.key(""), (case.op, launch))
+            for launch in launches(case, size, CHIPS[name]):
+                found.setdefault(launch.key(name), (case.op, launch))
     return list(found.values())
 
 
 def _task(at: tuple[int, str]) -> tuple[str, dict[str, Any]]:
-    op, launch = wanted()[at[0]]
+    op, launch = wanted(at[1])[at[0]]
     return launch.key(at[1]), {"op": op, **facts(launch, at[1])}
 
 
@@ -149,7 +161,7 @@ def kept_and_missing(known: dict[str, Any], chips: tuple[str, ...]) -> tuple[dic
     """Return the known facts that still hold, and what is to be compiled: number among the wanted, chip."""
     kept, missing = {}, []
     for chip in chips:
-        for i, (_, launch) in enumerate(wanted()):
+        for i, (_, launch) in enumerate(wanted(chip)):
             key = launch.key(chip)
             if key in known:
                 kept[key] = known[key]
@@ -167,7 +179,7 @@ def write(path: Path, facts_by_key: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--update", type=Path, required=True)
-    parser.add_argument("--chips", default=",".join(TARGETS))
+    parser.add_argument("--chips", default=",".join(CHIPS))
     options = parser.parse_args()
     known = json.loads(options.update.read_text()) if options.update.exists() else {}
     kept, missing = kept_and_missing(known, tuple(options.chips.split(",")))

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.chip import speaks_ptx
+from engine.kernels import chip
 from engine.kernels.device import UNPLANED, eight, fp4_planes, plane_scale
 
 _TILE = 128
@@ -70,7 +70,7 @@ def block_scores(
         _block_scores[(triton.cdiv(columns, _TILE), rows)](
             heads, weights, words, key_scales, pages, visible, blocks, made,
             pages.stride(0), words.stride(0), key_scales.stride(0), columns,
-            H=num_heads, KEY=width, PER_PAGE=key_codes.shape[1], BLOCK=block, TILE=_TILE, PTX=speaks_ptx(),
+            H=num_heads, KEY=width, PER_PAGE=key_codes.shape[1], BLOCK=block, TILE=_TILE, PTX=chip.speaks_ptx(),
             num_warps=4, num_stages=2,
         )  # fmt: skip
     return made

@@ -8,3 +8,8 @@ from triton import knobs
 def speaks_ptx() -> bool:
     """Return whether kernels may hold PTX: not under AMD's compiler and not in the interpreter."""
     return torch.version.hip is None and not knobs.runtime.interpret
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Return whether products of this device are summed in tensor memory: NVIDIA's chips of major capability 10."""
+    return device.type == "cuda" and speaks_ptx() and torch.cuda.get_device_capability(device)[0] == 10

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.chip import speaks_ptx
+from engine.kernels import chip
 from engine.kernels.experts import add_product, columns_tile, max_tiles, planes, tile_of
 
 
@@ -49,6 +49,6 @@ def experts_down(
     _experts_down[(width // 128, max_tiles(pairs, experts, tile))](
         planes(codes, scales), order, offsets, w2, w2_scales, out,
         K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts), TILE=tile,
-        PTX=speaks_ptx(), num_warps=4, num_stages=3,
+        PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

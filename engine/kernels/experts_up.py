@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.chip import speaks_ptx
+from engine.kernels import chip
 from engine.kernels.device import q8_code
 from engine.kernels.experts import add_product, columns_tile, max_tiles, planes, tile_of
 
@@ -64,6 +64,6 @@ def experts_up(
     _experts_up[(inner // 64, max_tiles(pairs, experts, tile))](
         planes(codes, scales), order, offsets, w13, w13_scales, route_weights, made, made_scales, limit,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
-        TILE=tile, PTX=speaks_ptx(), num_warps=4, num_stages=3,
+        TILE=tile, PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return made, made_scales

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.chip import speaks_ptx
+from engine.kernels import chip
 from engine.kernels.device import UNPLANED, eight, fp4_planes, plane_scale
 
 _TILE = 128
@@ -84,6 +84,6 @@ def index_scores(
     _index_scores[grid](
         heads, weights, words, key_scales, pages, visible, scores,
         pages.stride(0), words.stride(0), key_scales.stride(0), scores.stride(0),
-        EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=_TILE, TILES=tiles, PTX=speaks_ptx(),
+        EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=_TILE, TILES=tiles, PTX=chip.speaks_ptx(),
         num_warps=4 if padded <= 2 else 8, num_stages=5,
     )  # fmt: skip

@@ -27,13 +27,9 @@ class Provider:
     """Distribution that must be importable."""
     devices: frozenset[str]
     """Kinds of torch device."""
-    hopper_only: frozenset[str] = frozenset()
-    """Ops that need compute capability 9."""
 
-    def serves(self, op: str, device: torch.device, capability: int) -> bool:
-        """Return whether it is installed and has the op for this device of this major compute capability."""
-        if op in self.hopper_only and capability != 9:
-            return False
+    def serves(self, op: str, device: torch.device) -> bool:
+        """Return whether it is installed and has the op for this device."""
         if device.type not in self.devices or (self.needs is not None and not installed(self.needs)):
             return False
         return importlib.util.find_spec(f"{self.module}.{op}") is not None
@@ -44,8 +40,7 @@ class Provider:
 
 
 REFERENCE = Provider("reference", "engine.kernels.reference", None, frozenset({"cpu", "cuda"}))
-# The tile of sparse attention does not fit into the tensor memory of later chips.
-TRITON = Provider("triton", "engine.kernels", "triton", frozenset({"cuda"}), frozenset({"sparse_attention"}))
+TRITON = Provider("triton", "engine.kernels", "triton", frozenset({"cuda"}))
 PROVIDERS = (TRITON, REFERENCE)
 """In order of preference."""
 
@@ -56,17 +51,9 @@ def installed(distribution: str) -> bool:
     return importlib.util.find_spec(distribution) is not None
 
 
-def capability_of(device: torch.device) -> int:
-    """Return the major compute capability of a device, 0 if it has none."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.cuda.is_available() else 0
-
-
-def provider_of(
-    op: str, device: torch.device, providers: tuple[Provider, ...] = PROVIDERS, capability: int | None = None
-) -> Provider:
-    """Return the first provider that serves an op on a device; the last one must. `capability`: the device's, if known."""
-    major = capability_of(device) if capability is None else capability
-    return next(provider for provider in providers if provider.serves(op, device, major))
+def provider_of(op: str, device: torch.device, providers: tuple[Provider, ...] = PROVIDERS) -> Provider:
+    """Return the first provider that serves an op on a device; the last one must."""
+    return next(provider for provider in providers if provider.serves(op, device))
 
 
 def pick(op: str, device: torch.device, providers: tuple[Provider, ...] = PROVIDERS) -> Op:

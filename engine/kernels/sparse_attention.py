@@ -3,13 +3,16 @@
 
 One program has all heads of one row and a part of its keys; parts are merged by a second kernel. A key is unpacked once,
 into eight planes (elements n, n + 8, ..), and is value too. The output is turned back by the row's position.
+
+Where products are summed in tensor memory (128 lanes of 512 columns), eight outputs [heads, words] and the scores would
+need 576 columns: there keys and words are the lanes and heads the columns, and outputs are of two planes each (UPRIGHT).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.chip import speaks_ptx
+from engine.kernels import chip
 from engine.kernels.device import UNPLANED, e4m3_value, eight, fp4_planes, power
 
 _TILE = 64
@@ -32,8 +35,14 @@ def _byte(words, n: tl.constexpr, scales):
 
 
 @triton.jit
-def _attend(queries, keys, valid, most, total, o, SCALE: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
-    """Take one tile of keys, eight planes [TILE, WORDS], into the running softmax; returns most, total, outputs."""
+def _attend(
+    queries, keys, valid, most, total, o, SCALE: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
+    UPRIGHT: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys, eight planes [TILE, WORDS], into the running softmax; returns most, total, outputs.
+
+    Outputs are the eight planes [H, WORDS] or, UPRIGHT, four [2 WORDS, H] whose rows are those of two planes in turns.
+    """
     scores = tl.zeros((H, TILE), tl.float32)
     for n in tl.static_range(8):
         scores = tl.dot(queries[n], tl.trans(keys[n]), scores)
@@ -43,13 +52,37 @@ def _attend(queries, keys, valid, most, total, o, SCALE: tl.constexpr, H: tl.con
     old = tl.exp2(most - new)
     total = total * old + tl.sum(weights, axis=1)
     weights = weights.to(tl.bfloat16)
-    old = old[:, None]
-    return new, total, (
-        tl.dot(weights, keys[0], o[0] * old), tl.dot(weights, keys[1], o[1] * old),
-        tl.dot(weights, keys[2], o[2] * old), tl.dot(weights, keys[3], o[3] * old),
-        tl.dot(weights, keys[4], o[4] * old), tl.dot(weights, keys[5], o[5] * old),
-        tl.dot(weights, keys[6], o[6] * old), tl.dot(weights, keys[7], o[7] * old),
-    )  # fmt: skip
+    if UPRIGHT:
+        weights = tl.trans(weights)
+        old = old[None, :]
+        return new, total, (
+            tl.dot(_pair(keys[0], keys[1]), weights, o[0] * old), tl.dot(_pair(keys[2], keys[3]), weights, o[1] * old),
+            tl.dot(_pair(keys[4], keys[5]), weights, o[2] * old), tl.dot(_pair(keys[6], keys[7]), weights, o[3] * old),
+        )  # fmt: skip
+    else:
+        old = old[:, None]
+        return new, total, (
+            tl.dot(weights, keys[0], o[0] * old), tl.dot(weights, keys[1], o[1] * old),
+            tl.dot(weights, keys[2], o[2] * old), tl.dot(weights, keys[3], o[3] * old),
+            tl.dot(weights, keys[4], o[4] * old), tl.dot(weights, keys[5], o[5] * old),
+            tl.dot(weights, keys[6], o[6] * old), tl.dot(weights, keys[7], o[7] * old),
+        )  # fmt: skip
+
+
+@triton.jit
+def _pair(a, b):
+    """Return [2 WORDS, TILE] of two planes [TILE, WORDS]."""
+    return tl.trans(tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1])))
+
+
+@triton.jit
+def _lying(o, H: tl.constexpr, WORDS: tl.constexpr):
+    """Return the eight planes [H, WORDS] of four outputs of `_attend_upright`."""
+    p0, p1 = tl.split(tl.reshape(tl.trans(o[0]), (H, WORDS, 2)))
+    p2, p3 = tl.split(tl.reshape(tl.trans(o[1]), (H, WORDS, 2)))
+    p4, p5 = tl.split(tl.reshape(tl.trans(o[2]), (H, WORDS, 2)))
+    p6, p7 = tl.split(tl.reshape(tl.trans(o[3]), (H, WORDS, 2)))
+    return p0, p1, p2, p3, p4, p5, p6, p7
 
 
 @triton.jit
@@ -102,7 +135,7 @@ def _sparse_attention(
     Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, PARTS, SIZES,
     capacity, record_stride, entry_stride, page_stride, per_page,
     H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -112,8 +145,12 @@ def _sparse_attention(
     inside = tl.arange(0, TILE)
     whole = head[:, None, None] * D + word[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     queries = eight(tl.load(Q + row * (H * D) + whole), H, WORDS)
-    zero = tl.zeros((H, WORDS), tl.float32)
-    o = (zero, zero, zero, zero, zero, zero, zero, zero)
+    if UPRIGHT:
+        zero = tl.zeros((2 * WORDS, H), tl.float32)
+        o = (zero, zero, zero, zero)
+    else:
+        zero = tl.zeros((H, WORDS), tl.float32)
+        o = (zero, zero, zero, zero, zero, zero, zero, zero)
     most = tl.full((H,), -1e30, tl.float32)
     total = tl.zeros((H,), tl.float32)
     ALL: tl.constexpr = WINDOW // TILE + TOP // TILE
@@ -127,7 +164,7 @@ def _sparse_attention(
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 8 + D // 256)
         keys = _window_keys(slot, valid, D, TILE)
-        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
+        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE, UPRIGHT)
     pages = PAGES + tl.load(OWNER + row) * page_stride
     for tile in tl.range(tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE):
         chosen = tl.load(SELECTION + row * TOP + tile * TILE + inside)
@@ -136,7 +173,9 @@ def _sparse_attention(
         page = tl.load(pages + chosen // per_page).to(tl.int64)
         entry = ENTRIES + page * entry_stride + (chosen % per_page) * (D // 8 + D // 64)
         keys = _entry_keys(entry, valid, D, TILE, PTX)
-        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE)
+        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE, UPRIGHT)
+    if UPRIGHT:
+        o = _lying(o, H, WORDS)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
         made = _finished(o, total, COS, SIN, row, D, ROPE)
@@ -226,11 +265,14 @@ def sparse_attention(
     if splits > 1:
         parts = torch.empty(rows, splits, heads, width, dtype=torch.float32, device=queries.device)
         sizes = torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=queries.device)
+    upright = chip.has_tensor_memory(queries.device)
     _sparse_attention[(rows, splits)](
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
         ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
         H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=_TILE, SPLITS=splits,
-        SCALE=width**-0.5 * 1.4426950408889634, PTX=speaks_ptx(), num_warps=8, num_stages=2,
+        SCALE=width**-0.5 * 1.4426950408889634, PTX=chip.speaks_ptx(), UPRIGHT=upright, num_warps=8,
+        # Pipelined, triton 3.6 does not compile it for chips with tensor memory, and no version for AMD's.
+        num_stages=2 if chip.speaks_ptx() and not upright else 1,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads // 16)](

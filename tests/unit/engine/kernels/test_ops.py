@@ -40,13 +40,6 @@ def test_an_installed_vendor_comes_first_for_the_ops_it_has_and_for_no_others():
     assert provider_of("select_top", GPU, (only_other, REFERENCE)) is REFERENCE
 
 
-def test_an_op_that_needs_hopper_falls_back_on_other_chips():
-    triton = Provider("triton", TRITON.module, "torch", TRITON.devices, TRITON.hopper_only)
-    assert provider_of("sparse_attention", GPU, (triton, REFERENCE), 9) is triton
-    assert provider_of("sparse_attention", GPU, (triton, REFERENCE), 10) is REFERENCE
-    assert provider_of("select_top", GPU, (triton, REFERENCE), 10) is triton
-
-
 def test_pick_loads_the_function():
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     chosen = pick("select_top", CPU)(scores, torch.tensor([4], dtype=torch.int32), 2, 1)
