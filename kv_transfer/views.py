@@ -3,16 +3,23 @@
 Everything that hashes, sends or lands bytes through the host works on these; knows no transport and no pages.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kv_transfer.api import HOST, MemoryRegion
+from kv_transfer.api import HOST, I64, MemoryRegion
 from kv_transfer.device import Cuda
 from kv_transfer.memory import U8, region_view
 
 Copies = Iterable[tuple[int, int, int]]
 """(target offset, source offset, bytes)."""
+_SMALL = 8 << 10
+"""Records up to this size are copied many at a time: a call for each would cost more than a second pass through a cache."""
+_TOGETHER = 256 << 10
+"""Bytes of such a copy: they stay in a core's own cache."""
+_WORTH = 8
+"""Fewer records are copied one by one."""
 
 
 class DeviceView:
@@ -74,6 +81,34 @@ def copy_slices(target: Bytes, source: Bytes, copies: Copies) -> None:
     assert not isinstance(source, DeviceView)
     for t, s, n in copies:
         target[t : t + n] = source[s : s + n]
+
+
+def copy_records(target: Bytes, source: Bytes, targets: I64, sources: I64, nbytes: I64) -> None:
+    """Copy so many bytes from each source offset to its target offset, in order; as `copy_slices`, but faster.
+
+    Many small records go without the interpreter lock, which other threads want meanwhile.
+    """
+    if not isinstance(target, DeviceView) and not isinstance(source, DeviceView) and len(nbytes) >= _WORTH:
+        borders = [0, *(np.flatnonzero(nbytes[1:] != nbytes[:-1]) + 1).tolist(), len(nbytes)]
+        if int(nbytes.min()) <= _SMALL and len(borders) * _WORTH <= len(nbytes):
+            for first, last in itertools.pairwise(borders):
+                _copy_alike(target, source, targets[first:last], sources[first:last], int(nbytes[first]))
+            return
+    copy_slices(target, source, zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
+
+
+def _copy_alike(target: U8, source: U8, targets: I64, sources: I64, size: int) -> None:
+    if size > _SMALL:
+        copy_slices(target, source, ((t, s, size) for t, s in zip(targets.tolist(), sources.tolist(), strict=True)))
+        return
+    to, of, each = _rows(target, size), _rows(source, size), _TOGETHER // size
+    for at in range(0, len(targets), each):
+        to[targets[at : at + each]] = of[sources[at : at + each]]
+
+
+def _rows(view: U8, size: int) -> U8:
+    """Return every range of so many bytes: row i begins at byte i."""
+    return np.ndarray((len(view) - size + 1, size), np.uint8, view.data, 0, (1, 1))
 
 
 def _address(view: Bytes) -> int:

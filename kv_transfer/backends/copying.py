@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kv_transfer.api import Records
 from kv_transfer.backends.lane import Job
 from kv_transfer.plan import split
-from kv_transfer.views import Bytes, copy_slices
+from kv_transfer.views import Bytes, copy_records
 
 _MAX_RECORDS = 1024
 """Of a step: so many small copies take less than the interpreter's switch interval."""
@@ -20,6 +20,5 @@ def copy_in_steps(
     """
     for part in split(job.records, _MAX_RECORDS, step_bytes):
         before_step(part)
-        columns = (part.target_offsets.tolist(), part.source_offsets.tolist(), part.nbytes.tolist())
-        copy_slices(target, source, zip(*columns, strict=True))
+        copy_records(target, source, part.target_offsets, part.source_offsets, part.nbytes)
         job.op.landed_bytes += part.total_bytes

@@ -14,7 +14,7 @@ from core.ids import fresh_incarnation
 from kv_transfer.api import MemoryRegion, Records
 from kv_transfer.backends.native import NativeEngine
 from kv_transfer.memory import U8, RegionMemory, allocate
-from kv_transfer.views import Bytes, copy_slices
+from kv_transfer.views import Bytes, copy_records
 
 RING_REGION = -1
 """No pool has this id: pools are numbered from 0."""
@@ -92,10 +92,8 @@ class Landing:
 
     def copy_out(self, slot: int, records: Records, target: Bytes) -> None:
         """Copy a landed slot to the targets of `records`, in order."""
-        begins = (slot * self.slot_bytes + np.cumsum(records.nbytes) - records.nbytes).tolist()
-        copy_slices(
-            target, self._ring, zip(records.target_offsets.tolist(), begins, records.nbytes.tolist(), strict=True)
-        )
+        begins = slot * self.slot_bytes + np.cumsum(records.nbytes) - records.nbytes
+        copy_records(target, self._ring, records.target_offsets, begins, records.nbytes)
 
     def close(self) -> None:
         """Destroy the engine, then let the ring go; idempotent."""

@@ -44,7 +44,12 @@ class Lane:
         self._ledger = ledger
         self._run = run
         self._max_jobs = max_jobs
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._wake = threading.Lock()
+        """Held while the thread has, or looks for, something to do; it sleeps on it."""
+        self._wake.acquire()
+        self._idle = False
+        """The thread has found nothing and goes to sleep, or sleeps: whoever ends that releases `_wake`, once."""
         self._waiting: deque[Job] = deque()
         self._current: Job | None = None
         self._stopped = False
@@ -53,19 +58,19 @@ class Lane:
 
     def submit(self, make: Callable[[], Job]) -> Op:
         """Queue a job; raises `NoCapacity` (and makes nothing) if the lane is full, `TransferFailed` if it is over."""
-        with self._wake:
+        with self._lock:
             if self._stopped:
                 raise TransferFailed("the peer was disconnected")
             if len(self._waiting) + (self._current is not None) >= self._max_jobs:
                 raise NoCapacity(f"{self._max_jobs} reads are in flight already")
             job = make()
             self._waiting.append(job)
-            self._wake.notify()
+            self._rouse()
             return job.op
 
     def cancel(self, op: Op) -> None:
         """Stop a job: one that waits ends now, the running one at its next step. Unknown ops are ignored."""
-        with self._wake:
+        with self._lock:
             if self._current is not None and self._current.op is op:
                 self._current.cancelled = True
                 return
@@ -77,13 +82,13 @@ class Lane:
 
     def stop(self) -> None:
         """Cancel everything and wait for the thread: on return nothing of this lane can land. Idempotent."""
-        with self._wake:
+        with self._lock:
             self._stopped = True
             waiting = list(self._waiting)
             self._waiting.clear()
             if self._current is not None:
                 self._current.cancelled = True
-            self._wake.notify()
+            self._rouse()
         for job in waiting:
             self._ledger.close(job.op, Aborted("the peer was disconnected"))
         self._thread.join()
@@ -91,7 +96,7 @@ class Lane:
     @property
     def following(self) -> Job | None:
         """The job that runs after the current one, unless it is cancelled before. For the lane's own thread."""
-        with self._wake:
+        with self._lock:
             return self._waiting[0] if self._waiting else None
 
     @property
@@ -101,16 +106,27 @@ class Lane:
 
     def _loop(self) -> None:
         while True:
-            with self._wake:
-                while not self._waiting and not self._stopped:
-                    self._wake.wait()
-                if self._stopped:
-                    return
-                job = self._current = self._waiting.popleft()
-            error = self._attempt(job)
-            with self._wake:
-                self._current = None
-            self._ledger.close(job.op, error)
+            job = self._take()
+            while job is not None:
+                error = self._attempt(job)
+                following = self._take()
+                self._ledger.close(job.op, error)
+                job = following
+            if self._stopped:
+                return
+            self._wake.acquire()
+
+    def _take(self) -> Job | None:
+        """Make the next job the current one. None: there is none, and `_wake` will be released when that changes."""
+        with self._lock:
+            self._current = self._waiting.popleft() if self._waiting else None
+            self._idle = self._current is None
+            return self._current
+
+    def _rouse(self) -> None:
+        if self._idle:
+            self._idle = False
+            self._wake.release()
 
     def _attempt(self, job: Job) -> Exception | None:
         try:

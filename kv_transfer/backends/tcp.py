@@ -151,12 +151,13 @@ class TcpPeer(LanePeer):
 
     def _parse(self, head: bytearray) -> tuple[Status, int]:
         """Return status and payload bytes of a frame that must answer the oldest question."""
-        status, op, nbytes = FRAME.unpack(head)
-        if status not in STATUSES or nbytes > len(self._scratch):
-            raise TransferFailed(f"the peer sent a frame of status {status} and {nbytes} bytes")
+        number, op, nbytes = FRAME.unpack(head)
+        status = STATUSES.get(number)
+        if status is None or nbytes > len(self._scratch):
+            raise TransferFailed(f"the peer sent a frame of status {number} and {nbytes} bytes")
         if op != self._asked[0]:
             raise TransferFailed("the peer answered another read")
-        return Status(status), nbytes
+        return status, nbytes
 
     def _connect(self, timeout_s: float) -> socket.socket:
         where = f"{self._export.host}:{self._export.port}"

@@ -62,7 +62,7 @@ class Status(enum.IntEnum):
     CANCELLED = 4
 
 
-STATUSES = frozenset(int(status) for status in Status)
+STATUSES = {int(status): status for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
