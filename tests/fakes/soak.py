@@ -2,6 +2,8 @@
 
     python -m tests.fakes.soak [--requests 2000] [--seed 1] [--transports shm,tcp,nixl,mooncake] [--record transfer_soak]
 
+A long soak may be cut into parts, each with a seed and a cluster of its own: they add up in one record for each transport.
+
 2P + 2D with the scripted model, which decides each token from all KV it reads back: any lost or foreign page changes the
 text. Every 200 requests one prefill worker is killed and one decode worker is stopped for three seconds; a tenth of the
 clients leaves, half of them before the first token. At the end nothing may be held anywhere.
@@ -9,6 +11,7 @@ clients leaves, half of them before the first token. At the end nothing may be h
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -18,7 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.record import write_record
+import psutil
+
+from benchmarks.record import RESULTS, commit, write_record
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
 from tests.fakes.audit import findings, gateway_findings, statistics
@@ -80,6 +85,8 @@ def soak(directory: Path, transport: str, requests: int, seed: int = 1) -> dict[
             found.append("a digest differed")
         return {
             "transport": transport,
+            "commit": commit(),
+            "load_average": round(psutil.getloadavg()[0], 1),
             "seed": seed,
             "requests": len(outcomes),
             "left_early": sum(outcome.cancelled for outcome in outcomes),
@@ -148,6 +155,13 @@ def _held(cluster: Cluster) -> list[str]:
     return []
 
 
+def earlier_parts(name: str, seed: int) -> list[dict[str, object]]:
+    """Return what the record holds of parts with a smaller seed: the first part begins it anew."""
+    path = RESULTS / f"{name}.json"
+    parts = json.loads(path.read_text())["result"] if path.exists() else []
+    return [part for part in parts if part["seed"] < seed]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=2000)
@@ -162,7 +176,8 @@ def main() -> None:
         print(rows[-1], flush=True)
         if options.record:
             note = "2P + 2D, scripted model, digests on, every text compared; an empty list of faults passes"
-            write_record(f"{options.record}_{transport}", rows[-1], note=note)
+            name = f"{options.record}_{transport}"
+            write_record(name, [*earlier_parts(name, options.seed), rows[-1]], note=note)
     wrong = [fault for row in rows for fault in row["faults"]]
     assert not wrong, wrong[:20]
 
