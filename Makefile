@@ -37,8 +37,12 @@ up: .venv/.run  ## serve until Ctrl-C
 	@$(BIN)/tandem up
 
 test: .venv/.dev  ## all tests of CI
-	$(BIN)/python -m pytest -q -n 2 -m "not long" tests/meta tests/unit tests/property
-	$(BIN)/python -m pytest -q -m "not long" tests/contract tests/integration tests/deploy tests/e2e
+	@failed=0; \
+	for tests in "-n 2 tests/meta tests/unit tests/property" \
+	  "-n 2 --dist loadfile tests/contract tests/integration" "tests/deploy tests/e2e"; do \
+	  echo "pytest $$tests"; \
+	  $(BIN)/python -m pytest -q -m "not long" $$tests || failed=1; \
+	done; exit $$failed
 
 lint: .venv/.dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

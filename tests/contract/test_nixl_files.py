@@ -28,7 +28,7 @@ def move(agent, way, memory, pages, file, slots) -> None:
     handle = agent.initialize_xfer(
         way, agent.get_xfer_descs(near, "DRAM"), agent.get_xfer_descs(far, "FILE"), agent.name
     )
-    state, end = agent.transfer(handle), time.monotonic() + 20
+    state, end = agent.transfer(handle), time.monotonic() + 60
     while state == "PROC":
         assert time.monotonic() < end, "the file was not moved in time"
         time.sleep(0.001)

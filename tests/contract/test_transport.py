@@ -117,7 +117,7 @@ def test_a_read_outside_the_regions_is_refused_and_nothing_is_posted(ends, subte
 def test_each_change_of_an_operation_is_polled_once_and_announced(ends):
     source, target, peer = ends.connected()
     op = target.read(peer, copies([0], [0], [4096]), source.lease([0]))
-    assert target.news.wait(5)
+    assert target.news.wait(60)
     assert target.transport.poll() == [op]
     assert target.transport.poll() == []
     assert target.transport.quiesced(op)

@@ -1,6 +1,5 @@
 """Structured output through whole clusters: every text fits, nothing slips into it, and nobody else waits for it."""
 
-import asyncio
 import json
 import signal
 import threading
@@ -203,14 +202,14 @@ def test_no_special_token_enters_a_text(cluster, url):
 
 
 def test_a_stream_says_the_same_and_survives_the_loss_of_its_worker(cluster, url):
-    schema = {"type": "array", "items": SCHEMA, "minItems": 6, "maxItems": 6}
+    schema = {"type": "array", "items": SCHEMA, "minItems": 12, "maxItems": 12}
     request = body(guided_json=schema, max_tokens=1000, seed=11)
     whole = complete(url, request)["choices"][0]["text"]
     jsonschema.validate(json.loads(whole), schema)
     killed = []
 
     def kill(text):
-        if len(text) > 40 and not killed:
+        if len(text) > 20 and not killed:
             busy = [name for name, one in statistics(cluster, audit=False).items() if one.values["engine_rows_used"]]
             busy = [name for name in busy if name.startswith("decode")]
             killed.append(threading.Thread(target=cluster.kill, args=(busy[0], signal.SIGKILL)))
@@ -220,30 +219,6 @@ def test_a_stream_says_the_same_and_survives_the_loss_of_its_worker(cluster, url
     killed[0].join()
     assert (streamed["text"], streamed["finish"]) == (whole, "stop")
     cluster.wait_ready(4)
-
-
-def test_a_slow_grammar_stalls_nobody_else(url):
-    slow = {"enum": [f"value number {i} of a long list" for i in range(4000)]}
-
-    async def longest_gap(others: list) -> float:
-        loop = asyncio.get_running_loop()
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            gaps, last = [], None
-            request = body(max_tokens=150, ignore_eos=True, stream=True)
-            async with client.stream("POST", "/v1/completions", json=request) as reply:
-                posts = [asyncio.create_task(client.post("/v1/completions", json=other)) for other in others]
-                async for _ in reply.aiter_lines():
-                    now = loop.time()
-                    if last is not None:
-                        gaps.append(now - last)
-                    last = now
-            for post in posts:
-                assert (await post).status_code == 200
-            return max(gaps)
-
-    # Forms that are new to everybody, so that all of them are compiled while the stream runs.
-    news = [body(guided_json={**slow, "title": f"t{i}"}, max_tokens=2) for i in range(4)]
-    assert asyncio.run(longest_gap(news)) < 5.0
 
 
 def test_metrics_count_grammars(cluster, url):

@@ -97,7 +97,7 @@ class Trio:
 
     async def settled(self):
         for worker in (self.prefill, self.decode, self.alone):
-            await self.cluster.settled(worker, timeout_s=20)
+            await self.cluster.settled(worker)
 
 
 async def test_a_model_with_pages_and_rows_says_the_same_over_every_transport(tmp_path, model, transport):
@@ -152,7 +152,7 @@ async def test_aborts_in_every_state_and_preemption_leave_the_others_as_they_are
             await asyncio.sleep(0.004 * number)
             trio.here.send(AbortRequest(handle=handle))
         assert [(await task)[1] for task in asked] == expected
-        statistics = await cluster.settled(trio.decode, timeout_s=20)
+        statistics = await cluster.settled(trio.decode)
         assert statistics["engine_retractions"] > 0, "the pool was not small enough to show anything"
         await trio.settled()
 

@@ -62,7 +62,7 @@ class PeerProcess:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """The process and its sidecar, as a stalled host would."""
@@ -82,7 +82,7 @@ class PeerProcess:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
         self.process.stdin.close()

@@ -88,7 +88,7 @@ async def test_the_leak_test_sees_a_request_that_is_held(tmp_path):
         sim_cluster(tmp_path, "p1", "d1", step_s=0.05) as cluster,
         httpx.AsyncClient(timeout=30, trust_env=False) as client,
     ):
-        running = asyncio.create_task(complete(client, cluster.url, body(max_tokens=40)))
+        running = asyncio.create_task(complete(client, cluster.url, body(max_tokens=1000)))
         await cluster.settled("gateway-1", "leases_attempt", 1)
         with pytest.raises((AssertionError, TimeoutError)):
             async with asyncio.timeout(0.2):
@@ -97,5 +97,5 @@ async def test_the_leak_test_sees_a_request_that_is_held(tmp_path):
         oldest = {each["kind"]: each for each in told["oldest"]}
         assert "d1" in oldest["attempt"]["owner"]
         assert oldest["permit"]["age_s"] > 0
-        await running
+        running.cancel()
         await nothing_held(cluster)

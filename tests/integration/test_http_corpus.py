@@ -22,7 +22,8 @@ HOST = b"host: x\r\n"
 class Echo:
     """Answers every request with what it understood of it; counts, so that a smuggled request shows."""
 
-    def __init__(self):
+    def __init__(self, body_timeout_s=30.0):
+        self.body_timeout_s = body_timeout_s
         self.seen = []
         self.running = 0
         self.entered, self.gone = asyncio.Event(), asyncio.Event()
@@ -37,7 +38,7 @@ class Echo:
         self.running += 1
         try:
             try:
-                body = await read_body(scope, receive, max_bytes=1000, timeout_s=0.5)
+                body = await read_body(scope, receive, max_bytes=1000, timeout_s=self.body_timeout_s)
                 status, text = 200, f"{scope['method']} {scope['path']} {len(body)}".encode()
             except HttpFault as fault:
                 status, text = fault.status, fault.code.encode()
@@ -56,8 +57,8 @@ class Echo:
 
 
 @contextlib.asynccontextmanager
-async def served(**options):
-    app = Echo()
+async def served(body_timeout_s=30.0, **options):
+    app = Echo(body_timeout_s)
     server = HttpServer(app, "127.0.0.1", 0, **options)
     await server.start()
     try:
@@ -181,7 +182,7 @@ async def test_a_client_that_sends_its_headers_drop_by_drop_is_cut_off():
 
 
 async def test_a_client_that_sends_its_body_drop_by_drop_is_cut_off():
-    async with served() as (_, port):
+    async with served(body_timeout_s=0.5) as (_, port):
         answer = await say(port, post(b"content-length: 100"), *[b"a"] * 8, pause_s=0.02)
         assert answer.startswith(b"HTTP/1.1 408 ")
 
@@ -236,8 +237,8 @@ async def test_connections_beyond_the_bound_are_told_so():
 
 
 async def test_idle_gaps_between_requests_of_one_connection_cost_no_error():
-    """Report 29: the server's idle time is longer than clients' pauses (scaled down: 0.6 s against gaps up to 0.3)."""
-    async with served(guard=GuardRules(keep_alive_s=0.6)) as (app, port):
+    """Report 29: the server's idle time is longer than clients' pauses (scaled down: 10 s against gaps up to 0.3)."""
+    async with served(guard=GuardRules(keep_alive_s=10.0)) as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for gap in (0.0, 0.1, 0.3, 0.05):
             await asyncio.sleep(gap)

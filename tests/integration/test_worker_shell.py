@@ -105,7 +105,7 @@ class Rig:
     async def get(self, path, method="GET"):
         def ask():
             host, port = self.shell.http_address.rsplit(":", 1)
-            connection = http.client.HTTPConnection(host, int(port), timeout=5)
+            connection = http.client.HTTPConnection(host, int(port), timeout=30)
             connection.request(method, path)
             response = connection.getresponse()
             body = response.read().decode()

@@ -105,7 +105,7 @@ async def test_a_refused_post_is_logged_and_the_loop_goes_on(caplog):
 async def test_a_cancelled_caller_disturbs_nobody():
     async with Bench() as bench:
         gate = threading.Event()
-        bench.thread.post(lambda engine: gate.wait(10))
+        bench.thread.post(lambda engine: gate.wait(60))
         task = asyncio.ensure_future(bench.thread.call(lambda engine: 1))
         await asyncio.sleep(0)
         task.cancel()
@@ -133,7 +133,7 @@ async def test_a_bug_in_a_call_stops_the_engine_and_fails_everybody(caplog):
     bench = Bench()
     gate = threading.Event()
     async with bench:
-        bench.thread.post(lambda engine: gate.wait(10))
+        bench.thread.post(lambda engine: gate.wait(60))
         broken = asyncio.ensure_future(bench.thread.call(bug))
         behind = asyncio.ensure_future(bench.thread.call(lambda engine: 1))
         await asyncio.sleep(0)
@@ -209,7 +209,7 @@ def test_a_closed_inbox_wakes_the_sleeper_and_refuses():
     sleeper = threading.Thread(target=inbox.wait, args=(30,))
     sleeper.start()
     inbox.close()
-    sleeper.join(5)
+    sleeper.join(60)
     assert not sleeper.is_alive()
     with pytest.raises(WorkerLost):
         inbox.put(_Call(lambda engine: None))

@@ -55,7 +55,7 @@ class Gate:
     def __call__(self, op, landed):
         if self.only(op) and op.transfer != "probe":
             self.reached.set()
-            self.open.wait(10)
+            self.open.wait(60)
             if self.error is not None:
                 raise self.error
 
@@ -434,7 +434,7 @@ async def test_pages_under_a_stuck_read_stay_in_quarantine_until_it_is_over(dire
     gate = Gate()
     async with open_pair("loopback", directory, exchange=Exchange(gate)) as pair:
         pulling = asyncio.create_task(pair.pull(make_request(64)))
-        await asyncio.to_thread(gate.reached.wait, 5)
+        await asyncio.to_thread(gate.reached.wait, 60)
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
@@ -454,7 +454,7 @@ async def test_a_stuck_row_read_keeps_its_staging_slot_and_never_writes_the_row(
     async with open_pair("loopback", directory, exchange=Exchange(gate), config=quick(staging_rows=1)) as pair:
         before = pair.host.pool.bytes_of("ring", 1).copy()
         pulling = asyncio.create_task(pair.pull(make_request(16)))
-        await asyncio.to_thread(gate.reached.wait, 5)
+        await asyncio.to_thread(gate.reached.wait, 60)
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
@@ -474,7 +474,7 @@ async def test_over_budget_the_transport_is_destroyed_and_opened_anew(directory)
     config = quick(quarantine_pages=2, quarantine_grace_s=0.05)
     async with open_pair("loopback", directory, exchange=Exchange(gate), config=config) as pair:
         pulling = asyncio.create_task(pair.pull(make_request(64)))
-        await asyncio.to_thread(gate.reached.wait, 5)
+        await asyncio.to_thread(gate.reached.wait, 60)
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling

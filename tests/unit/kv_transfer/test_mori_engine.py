@@ -55,7 +55,7 @@ def ends(mori):
 
 
 def whole(ends) -> Outcome | None:
-    return ends.reader.wait(ends.read(*range(0, NBYTES, 4096)), 5.0)
+    return ends.reader.wait(ends.read(*range(0, NBYTES, 4096)), 30.0)
 
 
 def test_a_read_lands_and_is_proven(ends):
@@ -104,7 +104,7 @@ def test_a_lost_completion_is_never_over_until_the_engine_is_destroyed(ends):
     ticket = ends.read(0)
     assert ends.reader.wait(ticket, 0.05) is None
     other = ends.read(4096)
-    assert ends.reader.wait(other, 5.0) == Outcome(), "the next read takes a new session"
+    assert ends.reader.wait(other, 30.0) == Outcome(), "the next read takes a new session"
     ends.reader.close()
     outcome = ends.reader.wait(ticket, 0.0)
     assert outcome.error and outcome.proven
@@ -168,7 +168,7 @@ def test_without_the_library_the_error_says_what_it_needs(monkeypatch):
 def test_reads_of_many_threads_keep_apart(ends):
     ends.mori.faults.pace_s = 0.0005
     tickets = [ends.read(at) for at in range(0, NBYTES, 4096)]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while tickets and time.monotonic() < end:
         tickets = [t for t in tickets if ends.reader.wait(t, 0.01) is None]
     assert not tickets

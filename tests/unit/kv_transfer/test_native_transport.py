@@ -82,10 +82,10 @@ class End:
         """A read that the library has."""
         FakeEngine.posted.clear()
         op = self.read(peer, records)
-        assert FakeEngine.posted.wait(10)
+        assert FakeEngine.posted.wait(60)
         return op
 
-    def until(self, true, timeout_s=20.0):
+    def until(self, true, timeout_s=60.0):
         end = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < end, "it did not come"

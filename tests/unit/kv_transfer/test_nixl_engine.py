@@ -37,7 +37,7 @@ class End:
         )
         self.engine = open_engine(spec, [region])
 
-    def read(self, peer, records, timeout_s=20.0):
+    def read(self, peer, records, timeout_s=60.0):
         outcome = self.engine.wait(self.engine.post(peer, records), timeout_s)
         assert outcome is not None
         return outcome
@@ -214,7 +214,7 @@ def test_a_handle_is_not_released_before_its_end():
     ticket = engine.post(peer, copies([0], [0], [10]))
     assert engine.wait(ticket, 0.0) is None
     assert released == []
-    assert engine.wait(ticket, 1.0).error == ""
+    assert engine.wait(ticket, 60.0).error == ""
     assert released == [[]]
 
 

@@ -119,5 +119,5 @@ def test_who_waits_to_open_again_ends_with_it(revival, clock):
     waiting = threading.Thread(target=revival.revive)
     waiting.start()
     revival.close()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
