@@ -6,7 +6,7 @@ Pure. What differs from process to process (its name, its address) comes with `-
 from dataclasses import dataclass
 
 from core.config import to_toml
-from deploy.cluster_description import PRE_STOP_S, ROLES, ClusterDescription, PortsPart
+from deploy.cluster_description import PRE_STOP_S, ROLES, ClusterDescription, PoolPart, PortsPart
 from engine.models.builtin import BUILTIN_NAMES
 
 
@@ -73,9 +73,16 @@ def members(description: ClusterDescription, site: Site) -> list[str]:
     return [f"dns:{site.gateways}:{description.ports.membership}"]
 
 
-def transports(description: ClusterDescription) -> list[str]:
-    """Return the transports in order of preference: hosts share no memory, so `auto` is TCP here."""
-    return ["tcp"] if description.transfer == "auto" else [description.transfer]
+def transports(description: ClusterDescription, pool: PoolPart) -> list[str]:
+    """Return the transports of a pool in order of preference.
+
+    Hosts share no memory, so `auto` is TCP; with GPUs it stays `auto`: CUDA IPC where it reaches the peer's, else TCP.
+    What is named gets TCP behind it with GPUs, because no native library has moved KV between GPUs of two hosts here.
+    """
+    wanted = description.transfer
+    if not pool.gpus:
+        return ["tcp"] if wanted == "auto" else [wanted]
+    return [wanted] if wanted in {"auto", "tcp"} else [wanted, "tcp"]
 
 
 def gateway_tree(description: ClusterDescription, site: Site) -> dict[str, object]:
@@ -116,7 +123,7 @@ def worker_tree(description: ClusterDescription, site: Site, role: str) -> dict[
             "threads": max(1, int(pool.cpus)),
             **({"device": "cuda"} if pool.gpus else {}),
         },
-        "transfer": {"transports": transports(description), "host": "0.0.0.0", "port": ports.transfer},  # noqa: S104 - as above
+        "transfer": {"transports": transports(description, pool), "host": "0.0.0.0", "port": ports.transfer},  # noqa: S104 - as above
         "drain": {"budget_s": description.drain_s(role)},
     }
     if role == "decode":
