@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from deploy.actuators.api import FENCE_CODE, FenceGate, StaleFence
 from deploy.local.control import Progress, Reply
 from deploy.local.launcher import Launcher
-from deploy.local.rollout import Rollout
+from deploy.local.rollout import Rollout, check_tokenizer
 from deploy.local.spec import ClusterSpec, Revision, check_spec, with_sets
 
 
@@ -76,6 +76,7 @@ class Commands:
         spec = msgspec.structs.replace(spec, served_name=model_name(old.spec))
         check_spec(spec)
         model_dir = Path(str(command.get("model_dir") or old.model_dir))
+        check_tokenizer(old.model_dir, model_dir)
         target = Revision(number=old.number + 1, spec=spec, model_dir=model_dir)
         surge = int(cast("int", command.get("surge", 1)))
         self._rollout = Rollout(self._launcher, target, surge=surge, report=progress)

@@ -7,6 +7,7 @@ revision back in the same order: first it serves again in full, then the new one
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from core.errors import ConfigError, DeadlineExceeded, TandemError
 from deploy.local.launcher import Launcher, check_one_fingerprint
@@ -114,3 +115,16 @@ class Rollout:
 
     def _slots(self, role: str, revision: Revision) -> list[Slot]:
         return [slot for slot in self._launcher.slots(role) if slot.revision is revision]
+
+
+def check_tokenizer(old: Path, new: Path) -> None:
+    """Raise ConfigError if two model directories have different tokenizers.
+
+    While both revisions serve, one gateway makes the token ids for both: they would mean something else to the other one.
+    """
+    files = [directory / "tokenizer.json" for directory in (old, new)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+        raise ConfigError(
+            f"{new} has another tokenizer than {old}, and a gateway speaks one at a time; "
+            "start a cluster of the new model beside this one (tandem up --name) and move the clients"
+        )

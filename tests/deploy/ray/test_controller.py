@@ -193,6 +193,21 @@ async def test_a_rollout_replaces_every_process(fake, tmp_path, monkeypatch):
         assert decode_saved(fake.saved).revision == 2
 
 
+async def test_a_rollout_never_changes_the_tokenizer(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.local.rollout.routable", lambda _: {f"{r}-{n}" for r in SPEC_ROLES for n in range(9)})
+    for name, text in (("old", "{}"), ("new", "{}"), ("other", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    spec = msgspec.structs.replace(SPEC, model=str(tmp_path / "old"))
+    async with running(fake, tmp_path, RayPlan(spec=spec, needs={})) as cluster:
+        before = set(fake.supervisors.values())
+        with pytest.raises(ConfigError, match="another tokenizer"):
+            await cluster.ask("rollout", model_dir=str(tmp_path / "other"))
+        assert set(fake.supervisors.values()) == before, "refused before anything was started"
+        await cluster.ask("rollout", model_dir=str(tmp_path / "new"))
+        assert before.isdisjoint(fake.supervisors.values())
+
+
 async def test_a_host_that_cannot_start_the_process_holds_it_with_the_reason(fake, tmp_path):
     fake.refuses = ConfigError("no such model here")
     cluster = Cluster(fake, PLAN, tmp_path)
