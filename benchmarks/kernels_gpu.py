@@ -20,10 +20,10 @@ import triton
 
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
-from benchmarks.kernel_checks import check
+from benchmarks.kernel_checks import check, provider_named, serves
 from benchmarks.kernel_peers import PEERS
 from benchmarks.kernel_timing import REPLAYS, copy_bandwidth, matmul_flops, sets_for, time_us
-from engine.kernels.ops import REFERENCE, TRITON
+from engine.kernels.ops import REFERENCE, TRITON, Provider
 
 HOST_LOOPS = frozenset(
     {"index_scores", "sparse_attention", "experts_up", "experts_down", "sort_routes", "paged_attention"}
@@ -31,16 +31,21 @@ HOST_LOOPS = frozenset(
 """Ops whose reference loops over sequences or experts on the host, which no compiler fuses."""
 
 
-def measured(case: Case, size: dict[str, int], limits: dict[str, float], *, compiled: bool) -> dict[str, object]:
-    """Check and time one op at one size."""
+def measured(
+    case: Case, size: dict[str, int], limits: dict[str, float], *, compiled: bool, provider: Provider = TRITON
+) -> dict[str, object]:
+    """Check and time one op of a provider at one size."""
     row: dict[str, object] = {"op": case.op, "size": size}
-    if wrong := check(case, size, "cuda", seed=time.perf_counter_ns()):
+    if wrong := check(case, size, "cuda", seed=time.perf_counter_ns(), provider=provider):
         return row | {"wrong": wrong}
     generator = torch.Generator("cuda").manual_seed(1)
     first = case.make(generator, size)
     inputs = [first, *(case.make(generator, size) for _ in range(sets_for(first.least_bytes) - 1))]
     floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
-    kernel = TRITON.load(case.op)
+    kernel = provider.load(case.op)
+    if provider is not TRITON:
+        ours = TRITON.load(case.op)
+        row |= {"provider": provider.name, "ours_us": time_us([lambda i=i: ours(*i.args) for i in inputs])[0]}
     us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs])
     row |= {"us": us, "us_p90": p90, "least_bytes": first.least_bytes, "flops": first.flops, "floor_us": floor,
             "of_limit": floor / us, "copy_share": first.least_bytes / limits["copy"] * 1e6 / us, "input_sets": len(inputs)}  # fmt: skip
@@ -79,24 +84,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--vendor", help="time this package's kernels beside ours")
     parser.add_argument("ops", nargs="*")
     options = parser.parse_args()
+    provider = provider_named(options.vendor)
     begun = time.perf_counter()
     limits = {"copy": copy_bandwidth(), **matmul_flops()}
     torch.cuda.empty_cache()
     print("limits", {k: f"{v:.4g}" for k, v in limits.items()}, flush=True)
     rows = []
     for case in CASES:
-        for size in case.large if not options.ops or case.op in options.ops else ():
+        wanted = serves(provider, case.op) and case.op in (options.ops or (case.op,))
+        for size in case.large if wanted else ():
             try:
-                rows.append(measured(case, size, limits, compiled=options.compiled))
+                rows.append(measured(case, size, limits, compiled=options.compiled, provider=provider))
             except Exception:  # noqa: BLE001 - one kernel's failure must not cost the others' run
                 rows.append({"op": case.op, "size": size, "failed": traceback.format_exc()[-1500:]})
             print(shown(rows[-1]), flush=True)
     gpu = torch.cuda.get_device_properties(0)
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.kernels_gpu", *options.ops, *(["--compiled"] if options.compiled else [])]),
+        "command": " ".join(["python -m benchmarks.kernels_gpu", *sys.argv[1:]]),
         "commit": options.commit,
         "machine": {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
                     "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]},

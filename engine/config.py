@@ -56,6 +56,15 @@ class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Numbers of rows that decode steps are padded to; none: 1, 2, 4, 8 ... and num_rows."""
 
 
+class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Kernels of other packages in place of ours, for models on a GPU: deep_gemm, flash_mla, deep_select, tile_kernels."""
+
+    force: tuple[str, ...] = ()
+    """Use these packages for every op they have; the process does not start if one cannot be used."""
+    forbid: tuple[str, ...] = ()
+    """Never use these, not even for ops that a record shows to be faster."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the scheduler and the runner are told. Token counts are per engine, times are seconds."""
 
@@ -99,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
     graphs: GraphsConfig = GraphsConfig()
+    kernels: KernelsConfig = KernelsConfig()
     images: bool = True
     """Take images, if the model does."""
     image_cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20

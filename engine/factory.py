@@ -34,6 +34,7 @@ from engine.engine_thread import EngineThread
 from engine.events import EventSink
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import read_definition
+from engine.kernels.vendors.table import providers_for
 from engine.models.drafter import SpeculativeModel
 from engine.models.model import Model
 from engine.models.registry import load_model
@@ -127,6 +128,7 @@ def load(section: ModelSection, config: EngineConfig) -> LoadedModel:
         dtype=section.dtype or None,
         mode=section.mode or None,
         device=device,
+        providers=providers_for(config.kernels, device, deterministic=config.deterministic),
         verify=section.verify,
     )
     facts = model.facts

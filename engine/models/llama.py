@@ -16,6 +16,7 @@ from engine.attention.paged import PagedAttention
 from engine.attention.ring import RingAttention
 from engine.batch import ForwardBatch
 from engine.device import CPU
+from engine.kernels.ops import PROVIDERS, Provider
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
@@ -165,6 +166,7 @@ def load(
     dtype: str | None,
     *,
     device: torch.device = CPU,
+    providers: tuple[Provider, ...] = PROVIDERS,
 ) -> LlamaModel | DeviceLlamaModel:
     """Build the model of a checkpoint directory; called by the registry. `dtype` None: the checkpoint's own."""
     path = directory / "config.json"
@@ -186,5 +188,5 @@ def load(
     weights = open_weights(directory, config, DTYPES[elem], device)
     if device.type != "cpu":
         moved = build_device_weights(parsed, weights, device)
-        return DeviceLlamaModel(parsed, facts, moved, DTYPES[elem], device)
+        return DeviceLlamaModel(parsed, facts, moved, DTYPES[elem], device, providers=providers)
     return LlamaModel(parsed, facts, build_weights(parsed, weights), DTYPES[elem])

@@ -13,7 +13,7 @@ import torch
 from core.kv import KVLayout
 from engine.attention.ring import RingAttention
 from engine.batch import DeviceRows, ForwardBatch
-from engine.kernels.ops import PROVIDERS, REFERENCE, Op, pick
+from engine.kernels.ops import PROVIDERS, REFERENCE, Op, Provider, pick
 from engine.layers.embedding import Embedding
 from engine.layers.linear import DEVICE_ROW_TILE, Linear
 from engine.layers.rotary import Rotary, rotate
@@ -75,6 +75,8 @@ class DeviceLlamaModel:
         weights: DeviceWeights,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        providers: tuple[Provider, ...] = PROVIDERS,
     ) -> None:
         self.facts = facts
         self.device = device
@@ -84,12 +86,13 @@ class DeviceLlamaModel:
         self._cos, self._sin = rotary.tables(device)
         width = config.head_dim
         self._fused = dtype is not torch.float64 and width >= 16 and width & (width - 1) == 0
+        self._providers = providers if self._fused else (REFERENCE,)
         self._add_norm, self._store_kv = self._op("add_norm"), self._op("store_kv")
         self._attend, self._silu_mul = self._op("paged_attention"), self._op("silu_mul")
 
     def _op(self, name: str) -> Op:
         """Return an op; kernels have no float64, and heads of a power of two only."""
-        return pick(name, self.device, PROVIDERS if self._fused else (REFERENCE,))
+        return pick(name, self.device, self._providers)
 
     def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
         """As the model on host memory has it."""

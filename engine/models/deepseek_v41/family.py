@@ -16,6 +16,7 @@ from core.errors import CheckpointError, ConfigError
 from engine.cache.hit import ReuseKind, ReuseRule
 from engine.device import CPU
 from engine.images import ImageFacts
+from engine.kernels.ops import PROVIDERS, Provider
 from engine.models.deepseek_v41.arithmetic import arithmetic_of
 from engine.models.deepseek_v41.checkpoint import PublishedCheckpoint
 from engine.models.deepseek_v41.config import V41Config
@@ -51,6 +52,7 @@ def load(
     *,
     mode: str | None,
     device: torch.device = CPU,
+    providers: tuple[Provider, ...] = PROVIDERS,
 ) -> Model:
     """Build the model of a checkpoint directory. `dtype` None: float32, whatever packed forms the checkpoint has.
 
@@ -82,7 +84,7 @@ def load(
         token_map = torch.tensor(read_token_map(directory, parsed.engram, parsed.vocab_size))
     checkpoint = open_checkpoint(directory, parsed)
     if device.type != "cpu":
-        return _on_device(checkpoint, parsed, facts, decoder, token_map=token_map, device=device)
+        return _on_device(checkpoint, parsed, facts, decoder, token_map=token_map, device=device, providers=providers)
     weights = read_weights(checkpoint, parsed, _DTYPES[elem])
     encoder: VisionEncoder | None = None
     if facts.images is not None and parsed.vision is not None:
@@ -115,6 +117,7 @@ def _on_device(
     *,
     token_map: torch.Tensor | None,
     device: torch.device,
+    providers: tuple[Provider, ...],
 ) -> DeviceDeepseekModel:
     check_supported(config)
     encoder: VisionEncoder | None = None
@@ -124,7 +127,7 @@ def _on_device(
     held = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory_bytes(parts).items())
     _LOG.info("weights on %s: %s", device, held)
     kind = DeviceDeepseekModel if parts.draft is None else DraftingDeviceModel
-    return kind(config, parts, facts, replay=decoder, image_encoder=encoder)
+    return kind(config, parts, facts, replay=decoder, image_encoder=encoder, providers=providers)
 
 
 def image_facts_of(config: V41Config) -> ImageFacts | None:
