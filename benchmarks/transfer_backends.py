@@ -2,20 +2,22 @@
 
     python -m benchmarks.transfer_backends [--transports shm,tcp,nixl:landing=staged] [--repeat 5] [--record NAME]
 
-Requests of 2 MiB (or --request bytes) of scattered records, so many in flight, read from another process by the shipped `Transport`. In
-each cell all contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds.
-``socket`` has as many requests in flight as the transports, ``stream`` all of them. All contestants write the same
-memory and read the same, both touched before; what they ask for is laid out before the clock starts. Also: how long
-the thread that calls a transport is blocked in it (`transfer_blocking`).
+Requests of scattered records, so many in flight, read from another process by the shipped `Transport`. In each cell all
+contestants run one after the other, forwards and backwards in turn; figures are medians over the rounds. ``socket`` has
+as many requests in flight as the transports, ``stream`` all of them. All contestants write the same memory and read the
+same, both touched before; what they ask for is laid out before the clock starts. Also: what a request costs whatever its
+size, and which sizes the engine's have (`transfer_sizes`); how long the thread that calls a transport is blocked in it
+(`transfer_blocking`).
 """
 
 import argparse
 import contextlib
+import itertools
 import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,22 +26,26 @@ import numpy as np
 import psutil
 
 from benchmarks.record import write_record
-from benchmarks.transfer_alone import ALONE
+from benchmarks.transfer_alone import ALONE, MooncakeAlone, NixlAlone
 from benchmarks.transfer_blocking import blocking
 from benchmarks.transfer_peers import FOREVER, CopyPeer, SocketPeer, Told, source_process
+from benchmarks.transfer_sizes import engine_requests, fixed_cost
 from core.clock import SystemClock
 from core.errors import NoCapacity
 from core.ids import LeaseId, TransferId, fresh_incarnation
 from kv_transfer.api import MemoryRegion, Op, OpState, Peer, Records, Transport
 from kv_transfer.config import TransferConfig
 from kv_transfer.factory import TransportFactory
-from kv_transfer.memory import allocate, map_segment, region_view
+from kv_transfer.memory import U8, allocate, map_segment, region_view
 from kv_transfer.settings import TransportSettings
 
 POOL = 128 << 20
-REQUEST = 2 << 20
+REQUESTS = (2 << 20, 16 << 20)
 RECORDS = (4096, 16384, 65536, 262144, 1 << 20)
 IN_FLIGHT = (1, 8, 64)
+FITTED = tuple(1 << power for power in range(19, 25))
+"""Requests by whose times the fixed cost is found, of records of this size:"""
+FITTED_RECORD = 64 << 10
 DEFAULT = "shm,tcp,nixl,mooncake"
 _BUSY_S = 0.25
 """How long a contestant runs in one round, at least one pass over the pool."""
@@ -113,7 +119,7 @@ def records_of(requests: Sequence[Request]) -> list[Records]:
     ]
 
 
-def requests_of(record: int, request: int = REQUEST) -> list[Request]:
+def requests_of(record: int, request: int) -> list[Request]:
     """The whole pool in a random order of records on both sides, cut into requests of so many bytes."""
     rng = np.random.default_rng(record)
     count, each = POOL // record, max(1, request // record)
@@ -191,10 +197,48 @@ def measure_cell(
     return figures
 
 
-def campaign(
-    names: Sequence[str], repeat: int, records: Sequence[int], depths: Sequence[int], request: int
-) -> dict[str, object]:
-    """All cells."""
+@dataclass
+class Arena:
+    """The memory of a campaign, the process that holds the source, and all who read from it."""
+
+    pids: tuple[int, int]
+    source: U8
+    target: U8
+    copy: CopyPeer
+    wire: SocketPeer
+    alone: dict[str, NixlAlone | MooncakeAlone]
+    readers: dict[str, Reader]
+    repeat: int
+
+    def cell(self, record: int, request: int, depth: int) -> dict[str, Figures]:
+        """Let all read the whole pool in requests of so many bytes, so many in flight."""
+        requests = requests_of(record, request)
+        laid_out = records_of(requests)
+        contestants: Contestants = {
+            "memcpy": partial(_untimed, self.copy.run, requests),
+            "memmove": partial(_untimed, self.copy.run_memmove, requests),
+            "socket": partial(_untimed, partial(self.wire.run, in_flight=depth), requests),
+            "stream": partial(_untimed, partial(self.wire.run, in_flight=len(requests)), requests),
+            **{f"{name} alone": partial(_untimed, each.run, requests) for name, each in self.alone.items()},
+            **{name: partial(reader.run, laid_out, depth) for name, reader in self.readers.items()},
+        }
+        check = partial(_check, self.source, POOL, self.target, requests)
+        return measure_cell(contestants, self.repeat, self.pids, check)
+
+    def fixed_costs(self, depth: int) -> dict[str, dict[str, float]]:
+        """Return what a request costs each contestant whatever its size."""
+        by_size = {request: self.cell(FITTED_RECORD, request, depth) for request in FITTED}
+        names = next(iter(by_size.values()))
+        speeds = {
+            name: {size: statistics.median(cell[name].gigabytes_per_s) for size, cell in by_size.items()}
+            for name in names
+        }
+        return {name: fixed_cost({n: 1e-9 * n / speed for n, speed in of.items()}) for name, of in speeds.items()}
+
+
+@contextlib.contextmanager
+def open_arena(names: Sequence[str], repeat: int) -> Iterator[tuple[Arena, dict[str, str]]]:
+    """Start the source and open every reader; yields why some did not open as well."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
         source_process(directory, POOL, list(dict.fromkeys(map(name_of, names)))) as (pid, told),
@@ -211,32 +255,39 @@ def campaign(
         target[:] = 0
         source.max()
         for each in readers.values():
-            each.run(records_of(requests_of(1 << 20)), 8)
-        cells = []
-        for record in records:
-            requests = requests_of(record, request)
-            laid_out = records_of(requests)
-            for depth in depths:
-                contestants: Contestants = {
-                    "memcpy": partial(_untimed, copy.run, requests),
-                    "memmove": partial(_untimed, copy.run_memmove, requests),
-                    "socket": partial(_untimed, partial(wire.run, in_flight=depth), requests),
-                    "stream": partial(_untimed, partial(wire.run, in_flight=len(requests)), requests),
-                    **{f"{name} alone": partial(_untimed, each.run, requests) for name, each in alone.items()},
-                    **{name: partial(reader.run, laid_out, depth) for name, reader in readers.items()},
-                }
-                check = partial(_check, source, POOL, target, requests)
-                figures = measure_cell(contestants, repeat, (psutil.Process().pid, pid), check)
-                cells.append(_cell(record, depth, figures))
-                print(cells[-1], flush=True)
-        blocked = blocking(readers, lambda record: records_of(requests_of(record)), target, source)
-        waits = latencies(readers)
-        print(blocked, waits)
+            each.run(records_of(requests_of(1 << 20, 2 << 20)), 8)
+        yield Arena((psutil.Process().pid, pid), source, target, copy, wire, alone, readers, repeat), failed
         for reader in readers.values():
             reader.transport.destroy()
         wire.close()
-        found = {"cells": cells, "blocking": blocked, "one_record": waits}
-        return {"request_bytes": request, **found, "did_not_run": failed}
+
+
+def campaign(arena: Arena, options: argparse.Namespace) -> dict[str, object]:
+    """All that was asked for."""
+    result: dict[str, object] = {"cells": [], "fixed_cost": {}}
+    cells = []
+    for request, record, depth in itertools.product(options.requests, options.records, options.in_flight):
+        if depth * request > POOL and depth > 1:
+            continue  # so many are not there
+        cells.append(_cell(record, request, depth, arena.cell(record, request, depth)))
+        print(cells[-1], flush=True)
+    result["cells"] = cells
+    if not options.no_fit:
+        result["fixed_cost"] = {f"{depth} in flight": arena.fixed_costs(depth) for depth in (1, 8)}
+        result["engine_requests"] = engine_requests()
+    if not options.no_blocking:
+        reads_of = {request: partial(_reads, request) for request in options.requests}
+        result["blocking"] = {
+            f"requests of {request} bytes": blocking(arena.readers, of, arena.target, arena.source)
+            for request, of in reads_of.items()
+        }
+        result["one_record"] = latencies(arena.readers)
+    print({key: value for key, value in result.items() if key != "cells"})
+    return result
+
+
+def _reads(request: int, record: int) -> list[Records]:
+    return records_of(requests_of(record, request))
 
 
 def name_of(variant: str) -> str:
@@ -257,7 +308,7 @@ def _check(source: np.ndarray, nbytes: int, target: np.ndarray, requests: Sequen
     target[:nbytes] = 0
 
 
-def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, object]:
+def _cell(record: int, request: int, depth: int, figures: dict[str, Figures]) -> dict[str, object]:
     rows = {name: figure.row() for name, figure in figures.items()}
     speed = {name: statistics.median(figure.gigabytes_per_s) for name, figure in figures.items()}
     limit = max(speed["memcpy"], speed["memmove"])
@@ -265,6 +316,7 @@ def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, obj
     cpu = {name: statistics.median(figure.cpu_s_per_gib) for name, figure in figures.items()}
     return {
         "record_bytes": record,
+        "request_bytes": request,
         "in_flight": depth,
         "of_memcpy": {name: round(value / limit, 3) for name, value in speed.items()},
         "of_memcpy_by_cpu": {name: round(min(cpu["memcpy"], cpu["memmove"]) / value, 3) for name, value in cpu.items()},
@@ -285,23 +337,24 @@ def _cell(record: int, depth: int, figures: dict[str, Figures]) -> dict[str, obj
     }
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(value) for value in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--transports", default=DEFAULT)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--records", default=",".join(map(str, RECORDS)))
-    parser.add_argument("--in-flight", default=",".join(map(str, IN_FLIGHT)))
-    parser.add_argument("--request", type=int, default=REQUEST)
+    parser.add_argument("--requests", type=_numbers, default=list(REQUESTS), help="bytes of a request")
+    parser.add_argument("--records", type=_numbers, default=list(RECORDS))
+    parser.add_argument("--in-flight", type=_numbers, default=list(IN_FLIGHT))
+    parser.add_argument("--no-fit", action="store_true")
+    parser.add_argument("--no-blocking", action="store_true")
     parser.add_argument("--record", default="")
     options = parser.parse_args()
     load = psutil.getloadavg()
-    result = campaign(
-        options.transports.split(","),
-        options.repeat,
-        [int(value) for value in options.records.split(",")],
-        [int(value) for value in options.in_flight.split(",")],
-        options.request,
-    )
+    with open_arena(options.transports.split(","), options.repeat) as (arena, failed):
+        result = {**campaign(arena, options), "did_not_run": failed}
     if options.record:
         note = f"load average at the start {load[0]:.1f}, at the end {psutil.getloadavg()[0]:.1f}, on a shared machine"
         write_record(options.record, result, note=note)
