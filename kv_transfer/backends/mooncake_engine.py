@@ -185,6 +185,8 @@ class _Lane:
         self._over = over
         self._reads: queue.Queue[_Read | None] = queue.Queue(MAX_WAITING)
         self._stopping = threading.Event()
+        self._gone = False
+        """The peer did not answer when last asked."""
         # The thread holds the only other reference to the library: it is gone when the thread is.
         self._thread = threading.Thread(target=self._loop, args=(library,), name="kv-mooncake", daemon=True)
         self._thread.start()
@@ -213,7 +215,11 @@ class _Lane:
             self._over(ticket, self._run(library, *columns))
 
     def _run(self, library: Library, local: I64, remote: I64, sizes: I64) -> Outcome:
-        proven = True
+        gone = f"the Mooncake engine at {self._session} is gone"
+        if self._gone and library.send_probe(self._session) != 0:
+            # Nothing was asked for: this read leaves nothing behind that only a fence would end.
+            return Outcome(gone)
+        self._gone, proven = False, True
         for first in range(0, len(sizes), MAX_DESCRIPTORS):
             part = slice(first, first + MAX_DESCRIPTORS)
             columns = (local[part].tolist(), remote[part].tolist(), sizes[part].tolist())
@@ -225,7 +231,8 @@ class _Lane:
                 # The same bytes to the same place once more; what is still queued of this attempt may yet come.
                 proven = False
                 if library.send_probe(self._session) != 0:
-                    return Outcome(f"the Mooncake engine at {self._session} is gone", proven)
+                    self._gone = True
+                    return Outcome(gone, proven)
                 self._stopping.wait(BACK_OFF_S * 2**attempt)
             else:
                 return Outcome(f"Mooncake failed a read {ATTEMPTS} times", proven)

@@ -134,6 +134,18 @@ def test_a_dead_peer_is_not_tried_again(ends):
     assert library.batches == [4]
 
 
+def test_reads_behind_the_death_of_a_peer_are_not_begun_and_so_leave_nothing_without_proof(ends):
+    library, reader, peer, _, _ = ends
+    library.answers, library.alive = [-1], -102
+    assert not reader.wait(read(reader, peer), 5.0).proven
+    outcome = reader.wait(read(reader, peer), 5.0)
+    assert "is gone" in outcome.error
+    assert outcome.proven
+    assert library.batches == [4], "it was begun"
+    library.alive = 0
+    assert reader.wait(read(reader, peer), 5.0) == Outcome(), "a peer that answers again is read again"
+
+
 def test_what_is_open_when_the_engine_is_destroyed_is_proven_over(ends):
     library, reader, peer, _, _ = ends
     library.gate.clear()
