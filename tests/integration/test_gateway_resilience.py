@@ -73,7 +73,7 @@ async def test_a_stopped_worker_is_noticed_within_its_ttl_and_its_requests_move(
             asyncio.create_task(complete(client, cluster.url, body((number, 1), max_tokens=40)))
             for number in range(1, 9)
         ]
-        await cluster.reached("d1", "running", 1)
+        await cluster.reached("d1", "tokens", 20)
         cluster.children["d1"].process.send_signal(signal.SIGSTOP)
         results = await asyncio.gather(*answers)
         for number, answer in zip(range(1, 9), results, strict=True):
