@@ -12,12 +12,15 @@ import time
 
 from deploy.kubernetes_rollout import deployments_of, new_name
 from deploy.validate_k8s import build
+from engine.models.builtin import SCRIPTED
 from tests.deploy.overlays import K8S, kubectl
 
 LANES = 5
+STEP_MS = 30.0
+"""Of the model's engine, so that streams are open on a worker whenever it leaves: without, an answer takes it milliseconds."""
 CODE = (
-    "import pathlib, msgspec; from engine.models.builtin import SCRIPTED, prepare_scripted; "
-    f"made = prepare_scripted(pathlib.Path('/models'), msgspec.structs.replace(SCRIPTED, kv_lanes={LANES})); "
+    "import pathlib, msgspec; from engine.models.builtin import SCRIPTED, prepare_scripted; made = prepare_scripted("
+    "pathlib.Path('/models'), msgspec.structs.replace(SCRIPTED, kv_lanes={lanes}, step_delay_ms={step_ms})); "
     "pathlib.Path('/models/scripted').symlink_to(made)"
 )
 OVERLAY = """\
@@ -33,20 +36,20 @@ patches:
 POOLS = ("prefill", "decode")
 
 
-def show(proof):
-    """There, aborted, and back as a control; every stream is compared with what its revision must say."""
-    forward(proof, other(proof))
-    aborted(proof, K8S / "overlays/ci")
-    control(proof)
-
-
-def other(proof):
-    """The overlay of the other revision."""
-    folder = proof.lab.state / "next"
+def overlay(folder, lanes=SCRIPTED.kv_lanes):
+    """Write overlay `ci` with a slow model of so many lanes into a folder, which is returned."""
     folder.mkdir(exist_ok=True)
-    text = OVERLAY.format(ci=os.path.relpath(K8S / "overlays/ci", folder.resolve()), code=CODE)
+    code = CODE.format(lanes=lanes, step_ms=STEP_MS)
+    text = OVERLAY.format(ci=os.path.relpath(K8S / "overlays/ci", folder.resolve()), code=code)
     (folder / "kustomization.yaml").write_text(text)
     return folder
+
+
+def show(proof):
+    """There, aborted, and back as a control; every stream is compared with what its revision must say."""
+    forward(proof, overlay(proof.lab.state / "next", LANES))
+    aborted(proof, proof.overlay)
+    control(proof)
 
 
 def forward(proof, folder):
@@ -66,10 +69,10 @@ def forward(proof, folder):
     assert not any(recomputed.values())
 
 
-def aborted(proof, ci):
+def aborted(proof, back_to):
     before = {role: proof.names(role) for role in POOLS}
     with least(proof) as lowest, proof.load("A11 streams while a rollout is aborted", lanes=(LANES,)) as result:
-        running = subprocess.Popen(proof.line(f"tandem rollout --on k8s --to {ci}"), **proof.surroundings())
+        running = subprocess.Popen(proof.line(f"tandem rollout --on k8s --to {back_to}"), **proof.surroundings())
         while not ready_new(proof):
             assert running.poll() is None, running.stderr.read()
             time.sleep(1.0)
@@ -94,7 +97,7 @@ def control(proof):
 
     Streams need not fail even then: a decode worker without a prefill worker of its revision computes prompts itself.
     """
-    docs = {d["metadata"]["name"]: d for d in build(K8S / "overlays/ci", kubectl()) if d["kind"] == "Deployment"}
+    docs = {d["metadata"]["name"]: d for d in build(proof.overlay, kubectl()) if d["kind"] == "Deployment"}
     name = "A11 negative control: streams while one pool follows the other"
     with least(proof) as lowest, proof.load(name, lanes=(LANES,)):
         for role in ("decode", "prefill"):

@@ -51,6 +51,7 @@ class Proof:
             drain=self.api.drain,
         )
         self.url = ""
+        self.overlay = lab.state / "my-cluster"
 
     def note(self, name, value):
         self.facts[name] = value
@@ -89,7 +90,7 @@ class Proof:
         self.lab.kubectl("create", "namespace", NAMESPACE, check=False)
         (self.lab.state / "secret").write_text(secrets.token_hex(16))
         self.lab.kubectl("-n", NAMESPACE, "create", "secret", "generic", "tandem-cluster", f"--from-file=secret={self.lab.state / 'secret'}", check=False)  # fmt: skip
-        docs = build(ROOT / "deploy/k8s/overlays/ci", kubectl())
+        docs = build(kubernetes_pairs.overlay(self.overlay), kubectl())
         (self.lab.state / "manifests.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": docs}))
         begun = time.monotonic()
         self.apply()
@@ -277,7 +278,6 @@ class Proof:
 
     def documented(self):
         """A24: the page's commands that need a cluster, as they stand, in the namespace that is there already."""
-        (self.lab.state / "my-cluster").symlink_to(ROOT / "deploy/k8s/overlays/ci")
         lines = [line for block in blocks("cluster") for line in block.splitlines() if " create " not in line]
         for line in lines:
             done = self.cli(line)
@@ -309,15 +309,18 @@ class Proof:
         """Change a Deployment, and kill (-9) each pod as soon as it is to leave."""
         killed = set()
 
+        def leaving():
+            found = self.api.get("api/v1:pods", {"labelSelector": f"tandem/role={role}"})["items"]
+            return {p["metadata"]["name"]: p for p in found if p["metadata"].get("deletionTimestamp")}
+
+        earlier = {*leaving()}
+
         def look():
-            for pod in self.api.get("api/v1:pods", {"labelSelector": f"tandem/role={role}"})["items"]:
-                name = pod["metadata"]["name"]
-                if pod["metadata"].get("deletionTimestamp") and name not in killed:
-                    self.lab.ctr(
-                        pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container_of(pod), check=False
-                    )
+            for name, pod in leaving().items():
+                if name not in earlier | killed and (container := container_of(pod)):
+                    self.lab.ctr(pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container, check=False)
                     killed.add(name)
-            return len(killed) == leave and len(self.ready(role)) == len(self.pods(role)) == stay
+            return len(killed) >= leave and len(self.ready(role)) == len(self.pods(role)) == stay
 
         self.lab.kubectl("-n", NAMESPACE, *change)
         wait_for(look, ROLLED_S, f"{role} without a drain")
@@ -370,7 +373,8 @@ class Proof:
 
 
 def container_of(pod):
-    return pod["status"]["containerStatuses"][0]["containerID"].partition("//")[2]
+    """Id of a pod's container; empty before there is one."""
+    return next(iter(pod["status"].get("containerStatuses", [])), {}).get("containerID", "").partition("//")[2]
 
 
 CHECKS = (
