@@ -18,9 +18,8 @@ class Clock(Protocol):
 class SystemClock:
     """The process's monotonic clock."""
 
-    def now(self) -> float:
-        """Return `time.monotonic()`."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
+    """As the contract says; not a method around it, because it is asked dozens of times a request."""
 
 
 class ManualClock:

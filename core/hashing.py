@@ -17,6 +17,8 @@ SCHEMA = 1
 PROTOCOL_VERSION = 1
 """Bumped when peers of different versions could no longer exchange KV or requests."""
 
+_NO_DIGESTS = struct.pack("<I", 0)
+
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """What a cached page means. Two processes share pages only if all fields are equal."""
@@ -80,14 +82,15 @@ class PageHasher:
 
         A trailing partial page is ignored. `mm_digests[i]` are the digests of images in page i, in order.
         """
-        size = self.page_tokens
+        count = len(token_ids) // self.page_tokens
+        size = 4 * self.page_tokens
+        body = struct.pack(f"<{count * self.page_tokens}i", *token_ids[: count * self.page_tokens])
         hashes: list[PageHash] = []
-        for index in range(len(token_ids) // size):
+        for index in range(count):
             digests = mm_digests[index] if index < len(mm_digests) else ()
-            body = struct.pack(f"<{size}i", *token_ids[index * size : (index + 1) * size])
-            previous = PageHash(
-                hashlib.sha256(previous + struct.pack("<I", len(digests)) + b"".join(digests) + body).digest()
-            )
+            named = struct.pack("<I", len(digests)) + b"".join(digests) if digests else _NO_DIGESTS
+            page = body[index * size : (index + 1) * size]
+            previous = PageHash(hashlib.sha256(previous + named + page).digest())
             hashes.append(previous)
         return tuple(hashes)
 

@@ -3,7 +3,6 @@
 Call sites use stdlib `logging` only; the context travels in context variables. Knows no service.
 """
 
-import json
 import logging
 import sys
 from collections.abc import Generator
@@ -11,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+import msgspec
 
 from core.errors import ConfigError
 
@@ -58,7 +59,7 @@ class JsonFormatter(logging.Formatter):
                 line.setdefault(key, value)
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return msgspec.json.encode(line, enc_hook=str).decode()
 
 
 def configure(name: str, level: str = "INFO", stream: TextIO | None = None) -> logging.Handler:

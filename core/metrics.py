@@ -49,6 +49,10 @@ class MetricInfo:
 class Metrics:
     """The metrics of one process or service. Declaring is for start-up; the metrics themselves are thread-safe."""
 
+    counter_type: type[Counter] = Counter
+    histogram_type: type[Histogram] = Histogram
+    """For subclasses whose metrics have one writer and may count without a lock."""
+
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry(auto_describe=True)
         self._catalogue: dict[str, MetricInfo] = {}
@@ -56,7 +60,7 @@ class Metrics:
     def counter(self, name: str, text: str, labels: Labels | None = None) -> Counter:
         """Declare something that only grows; the name ends in ``_total``."""
         self._declare(name, "counter", text, labels)
-        metric = Counter(name, text, tuple(labels or ()), registry=self.registry)
+        metric = self.counter_type(name, text, tuple(labels or ()), registry=self.registry)
         for values in _closed_sets(labels):
             metric.labels(*values)
         return metric
@@ -78,7 +82,7 @@ class Metrics:
         if list(buckets) != sorted(set(buckets)) or not buckets:
             raise ValueError(f"buckets of {name} must ascend")
         self._declare(name, "histogram", text, labels)
-        metric = Histogram(name, text, tuple(labels or ()), registry=self.registry, buckets=tuple(buckets))
+        metric = self.histogram_type(name, text, tuple(labels or ()), registry=self.registry, buckets=tuple(buckets))
         for values in _closed_sets(labels):
             metric.labels(*values)
         return metric

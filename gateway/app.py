@@ -49,6 +49,7 @@ from gateway.prefix_index import PrefixIndex
 from gateway.rate_limit import RateLimits
 from gateway.router import Router
 from gateway.routing.picker import Picker
+from gateway.series import LoopMetrics
 from gateway.tenants import Tenants
 from gateway.text.format import load_format
 from gateway.text.tokenizer import load_tokenizer
@@ -88,7 +89,7 @@ async def serve(config: GatewayConfig, departure: Departure) -> None:
     lifecycle = Lifecycle(lambda state: logger.info("state: %s", state.value))
     secret = read_secret(config.secret_file) if config.secret_file else b""
     proof = Proof(secret, fresh_incarnation(), check_tls(config.tls))
-    metrics = Metrics()
+    metrics = LoopMetrics()
     gateway_metrics = GatewayMetrics(metrics)
     async with AsyncExitStack() as stack:
         tasks = Tasks(departure.task_crashed)

@@ -20,8 +20,8 @@ class _Decision(msgspec.Struct, frozen=True):
     choice: Choice
     reason: str
     num_tokens: int
-    names: Mapping[int, str]
-    """Of the candidates' slots, as of then: slots are reused."""
+    names: Sequence[str]
+    """Of the slots, as of then: slots are reused."""
 
 
 class Decisions:
@@ -33,12 +33,13 @@ class Decisions:
 
     def note(self, request_id: str, choice: Choice, reason: str, num_tokens: int, directory: Directory) -> None:
         """Keep one decision."""
-        slots: set[int] = {choice.prefill, choice.decode} - {NONE}
-        if choice.table is not None:
-            slots.update(map(int, choice.table.prefill), map(int, choice.table.decode))
-        names = {slot: directory.at(slot).worker_id for slot in slots}
-        self._by_request.setdefault(request_id, []).append(_Decision(choice, reason, num_tokens, names))
-        while len(self._by_request) > self._kept:
+        decision = _Decision(choice, reason, num_tokens, directory.slot_names)
+        known = self._by_request.get(request_id)
+        if known is not None:
+            known.append(decision)
+            return
+        self._by_request[request_id] = [decision]
+        if len(self._by_request) > self._kept:
             self._by_request.popitem(last=False)
 
     def why(self, request_id: str) -> list[Mapping[str, Any]]:
@@ -54,7 +55,7 @@ class Decisions:
 def _describe(one: _Decision) -> Mapping[str, Any]:
     choice, table, names = one.choice, one.choice.table, one.names
     about: dict[str, Any] = {
-        "prefill": names.get(choice.prefill),
+        "prefill": None if choice.prefill == NONE else names[choice.prefill],
         "decode": names[choice.decode],
         "reason": one.reason,
         "num_tokens": one.num_tokens,
@@ -79,7 +80,7 @@ def _describe(one: _Decision) -> Mapping[str, Any]:
 
 
 def _rows(
-    slots: Sequence[int] | Ints, figures: Mapping[str, Any], order: Sequence[int] | Ints, names: Mapping[int, str]
+    slots: Sequence[int] | Ints, figures: Mapping[str, Any], order: Sequence[int] | Ints, names: Sequence[str]
 ) -> list[Mapping[str, Any]]:
     return [
         {"worker": names[int(slots[row])], **{name: round(float(values[row]), 6) for name, values in figures.items()}}

@@ -109,6 +109,7 @@ class Directory:
         self.costs = PrefillCosts()
         self._members: dict[WorkerId, Member] = {}
         self._slots: list[Member | None] = [None] * 16
+        self.slot_names: tuple[str, ...] = ()  # a new tuple whenever that changes, so that it may be kept
         self._breakers: dict[WorkerId, tuple[Breaker, float]] = {}
         self._groups: dict[tuple[str, bytes], list[Member]] = {}
         self._ranks: dict[str, set[Member]] = {}
@@ -148,8 +149,8 @@ class Directory:
             breaker=self._breaker(registration.worker_id, now),
             lease_until=now + self.ttl_s,
         )
-        self._members[member.worker_id] = member
-        self._slots[member.slot] = member
+        self._members[member.worker_id] = self._slots[member.slot] = member
+        self.slot_names = _names_of(self._slots)
         self._groups.setdefault(_group(registration), []).append(member)
         self._ranks.setdefault(registration.group_id, set()).add(member)
         self._describe(member)
@@ -282,6 +283,7 @@ class Directory:
         member.alive = False
         self.fleet.clear(member.slot)
         self._slots[member.slot] = None
+        self.slot_names = _names_of(self._slots)
         del self._members[member.worker_id]
         group = self._groups[_group(member.registration)]
         group.remove(member)
@@ -335,6 +337,10 @@ class Directory:
         fleet.probing[slot] = member.breaker.probing
         fleet.lease_until[slot] = member.lease_until
         fleet.open_until[slot] = member.breaker.open_until
+
+
+def _names_of(slots: Iterable[Member | None]) -> tuple[str, ...]:
+    return tuple("" if member is None else member.worker_id for member in slots)
 
 
 def _group(registration: Registration) -> tuple[str, bytes]:

@@ -55,6 +55,8 @@ class FairQueue:
 
     def pop(self, may_run: Callable[[str], bool]) -> Waiter | None:
         """Take out who is next among the tenants that may run, and charge it."""
+        if not self._length:
+            return None
         self._strip()
         ready = [(line.start, tenant) for tenant, line in self._lines.items() if line.heap and may_run(tenant)]
         if not ready:

@@ -66,6 +66,8 @@ class GatewayMetrics(_Gauges):
                 "tandem_gateway_time_seconds_total", "Where the time of samples went.", {"cause": TIME_CAUSES}
             )
         )
+        often = ("queue", "first_token", "decode", "route")
+        self.time_queue, self.time_first_token, self.time_decode, self.time_route = map(self.time.labels, often)
         self.reloads = metrics.counter(
             "tandem_gateway_key_reloads_total", "Changes of the key file.", {"result": ("ok", "failed")}
         )

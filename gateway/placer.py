@@ -14,7 +14,7 @@ from core.clock import Clock
 from gateway.debug_why import Decisions
 from gateway.directory import Directory, Member
 from gateway.fleet import Ints
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_index import PrefixIndex, bits
 from gateway.routing.calibration import LinkCosts
 from gateway.routing.job import NONE, Choice, Continuation, Job, RoutingRules, Shortage
 from gateway.routing.pairs import choose_pair, choose_prefill
@@ -169,11 +169,17 @@ class Placer:
         matched = np.zeros(fleet.capacity, dtype=np.int64)
         self._index.expire(now)
         for pages in query.pages:
-            if not self._index.may_match(pages.events):
+            code = self._directory.names.fingerprints.find(pages.fingerprint)
+            if len(matched) > FEW:
+                held = self._index.match(pages.events, fleet.capacity) * pages.page_tokens
+                np.minimum(held, query.num_tokens, out=matched, where=fleet.fingerprint == code)
                 continue
-            own = fleet.fingerprint == self._directory.names.fingerprints.find(pages.fingerprint)
-            held = self._index.match(pages.events, fleet.capacity) * pages.page_tokens
-            np.minimum(held, query.num_tokens, out=matched, where=own)
+            view, fingerprint = matched.data, fleet.fingerprint.data
+            for mask, length in self._index.prefixes(pages.events):
+                tokens = min(length * pages.page_tokens, query.num_tokens)
+                for slot in bits(mask):
+                    if slot < len(matched) and fingerprint[slot] == code:
+                        view[slot] = tokens
         return matched
 
 
@@ -187,7 +193,10 @@ def _reason(choice: Choice, longest: int) -> str:
 
 def _events_for(query: Query, member: Member) -> Sequence[int]:
     told = member.registration.fingerprint
-    return next((pages.events for pages in query.pages if pages.fingerprint == told), ())
+    for pages in query.pages:
+        if pages.fingerprint == told:
+            return pages.events
+    return ()
 
 
 def _session_hash(session: str) -> int:
@@ -195,4 +204,4 @@ def _session_hash(session: str) -> int:
 
 
 def _slots(members: set[Member]) -> frozenset[int]:
-    return frozenset(member.slot for member in members if member.alive)
+    return frozenset(member.slot for member in members if member.alive) if members else frozenset()

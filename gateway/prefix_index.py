@@ -9,7 +9,7 @@ Every set is prefix-closed (parents are stored before and removed after children
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,44 +139,39 @@ class PrefixIndex:
 
     # Questions
 
-    def may_match(self, hashes: Sequence[int]) -> bool:
-        """False if nobody holds even the first page."""
-        if not hashes:
-            return False
-        first = hashes[0]
-        return bool(self._reported.get(first) or self._young.get(first) or self._old.get(first))
-
     def match(self, hashes: Sequence[int], slots: int) -> NDArray[np.int64]:
         """Return for each of `slots` slots how many leading pages of `hashes` it holds or will soon hold."""
         matched = np.zeros(slots, dtype=np.int64)
-        if not self.may_match(hashes):
-            return matched
-        memo: dict[int, int] = {}
+        for mask, length in self.prefixes(hashes):
+            _set(matched, mask, length)
+        return matched
+
+    def prefixes(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (bit set of slots, leading pages of `hashes` that they hold or will soon hold); of a slot named twice
+        the later counts, one not named holds none.
+        """
         reported, young, old = self._reported.get, self._young.get, self._old.get
-
-        def holders(index: int) -> int:
-            known = memo.get(index)
-            if known is None:
-                page = hashes[index]
-                known = memo[index] = reported(page) | young(page) | old(page)
-            return known
-
+        if not hashes or not (first := reported(hashes[0]) | young(hashes[0]) | old(hashes[0])):
+            return []
         # Sets shrink along the chain: where both ends of a stretch have equal holders, nobody left in between.
         last = len(hashes) - 1
-        stretches = [(0, last)] if holders(0) else []
-        _set(matched, holders(last) & holders(0), last + 1)
+        final = reported(hashes[last]) | young(hashes[last]) | old(hashes[last])
+        found = [(final & first, last + 1)] if final & first else []
+        stretches = [(0, first, last, final)]
         while stretches:
-            low, high = stretches.pop()
-            left = holders(low) & ~holders(high)
+            low, there, high, then = stretches.pop()
+            left = there & ~then
             if not left:
                 continue
             if high == low + 1:
-                _set(matched, left, high)
+                found.append((left, high))
                 continue
             middle = (low + high) // 2
-            stretches.append((low, middle))
-            stretches.append((middle, high))
-        return matched
+            page = hashes[middle]
+            between = reported(page) | young(page) | old(page)
+            stretches.append((low, there, middle, between))
+            stretches.append((middle, between, high, then))
+        return found
 
     def pages(self, slot: int) -> int:
         """Return the number of pages a worker reported, or that we remember for it."""
@@ -251,18 +246,22 @@ class PrefixIndex:
         return Applied.NEED_SNAPSHOT
 
 
+def bits(mask: int) -> Iterator[int]:
+    """Yield the numbers of the bits that are set."""
+    while mask:
+        lowest = mask & -mask
+        mask ^= lowest
+        yield lowest.bit_length() - 1
+
+
 def _set(matched: NDArray[np.int64], mask: int, value: int) -> None:
     """matched[slot] = value for every bit of `mask` that is a slot of the array."""
     if len(matched) <= FEW:
-        while mask:
-            lowest = mask & -mask
-            mask ^= lowest
-            if lowest >> len(matched) == 0:
-                matched[lowest.bit_length() - 1] = value
-        return
-    if not mask:
+        for slot in bits(mask):
+            if slot < len(matched):
+                matched[slot] = value
         return
     size = (mask.bit_length() + 7) // 8
-    bits = np.unpackbits(np.frombuffer(mask.to_bytes(size, "little"), dtype=np.uint8), bitorder="little")
-    slots = np.flatnonzero(bits)
+    raw = np.frombuffer(mask.to_bytes(size, "little"), dtype=np.uint8)
+    slots = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
     matched[slots[slots < len(matched)]] = value

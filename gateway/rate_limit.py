@@ -54,6 +54,8 @@ class RateLimits:
 
     def admit(self, tenant: Tenant, prompt_tokens: int) -> None:
         """Count a request and its prompt, or raise `NoCapacity` that says when to come back and count nothing."""
+        if not self._buckets and tenant.requests_per_minute <= 0 and tenant.tokens_per_minute <= 0:
+            return
         found = [
             (bucket, amount)
             for kind, amount in (("requests", 1.0), ("tokens", float(prompt_tokens)))

@@ -47,7 +47,7 @@ class Work:
     @property
     def num_tokens(self) -> int:
         """Tokens whose KV an attempt needs."""
-        return len(self.prompt.token_ids) + len(self.output)
+        return len(self.prompt.token_ids) + len(self.output.tokens)
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Router:
             prefill=found.prefill,
             decode=found.decode,
             choice=found.choice,
-            page_hashes=tuple(self._chain(work, found.decode.registration).hashes),
+            page_hashes=tuple(self._chain(work, found.decode.registration, num_tokens).hashes),
             uncached_tokens=max(1, num_tokens - found.choice.matched_prefill),
             reason=found.reason,
         )
@@ -110,37 +110,38 @@ class Router:
             )
 
     def _query(self, work: Work) -> Query:
-        prompt = work.prompt
+        prompt, num_tokens = work.prompt, work.num_tokens
         return Query(
             request_id=f"{prompt.request_id}-{prompt.sampling.sample_index}",
             model=prompt.model,
-            num_tokens=work.num_tokens,
-            max_output=max(1, prompt.stop.max_tokens - len(work.output)),
-            pages=tuple(
-                HashedPages(group.fingerprint, group.page_tokens, self._chain(work, group).events)
+            num_tokens=num_tokens,
+            max_output=max(1, prompt.stop.max_tokens - len(work.output.tokens)),
+            pages=[
+                HashedPages(group.fingerprint, group.page_tokens, self._chain(work, group, num_tokens).events)
                 for group in self._directory.groups(prompt.model)
-            ),
+            ],
             session=session_of(prompt),
-            is_first=not len(work.output),
+            is_first=not work.output.tokens,
             avoid_prefill=work.avoid_prefill,
             avoid_decode=work.avoid_decode,
         )
 
-    def _chain(self, work: Work, registration: Registration) -> Chain:
-        chain = work.chains.setdefault(registration.namespace, Chain(registration.page_tokens))
+    def _chain(self, work: Work, registration: Registration, num_tokens: int) -> Chain:
+        chain = work.chains.get(registration.namespace)
+        if chain is None:
+            chain = work.chains[registration.namespace] = Chain(registration.page_tokens)
         size = registration.page_tokens
         done = len(chain.hashes)
-        num_tokens = work.num_tokens
         if num_tokens // size > done:
             hasher = self._hasher(registration)
             prompt = work.prompt
-            tokens = (*prompt.token_ids, *work.output.tokens) if len(work.output) else prompt.token_ids
+            tokens = (*prompt.token_ids, *work.output.tokens) if work.output.tokens else prompt.token_ids
             previous = chain.hashes[-1] if done else self._root(hasher, registration.namespace, prompt)
             spans = [(image.start, image.end, image.digest) for image in prompt.images]
-            images = image_pages(spans, size, done, len(tokens) // size - done)
-            new = hasher.extend(previous, tokens[done * size :], images)
-            chain.hashes.extend(new)
-            chain.events.extend(map(event_hash, new))
+            images = image_pages(spans, size, done, num_tokens // size - done) if spans else ()
+            new = hasher.extend(previous, tokens[done * size :] if done else tokens, images)
+            chain.hashes += new
+            chain.events += map(event_hash, new)
         return chain
 
     def _root(self, hasher: PageHasher, namespace: bytes, prompt: Prompt) -> PageHash:

@@ -128,7 +128,7 @@ class SampleRun:
             placed = cluster.router.place(self._work)
             took_s = cluster.clock.now() - begun
             cluster.metrics.route_seconds.observe(took_s)
-            cluster.metrics.time.labels("route").inc(took_s)
+            cluster.metrics.time_route.inc(took_s)
             if isinstance(placed, Placed):
                 hopeless = too_late(
                     placed.choice.wait_s,
@@ -180,16 +180,17 @@ class SampleRun:
             self._work.avoid_decode.add(placed.decode)
             self._failure = Failure(error, by_worker=False)
             return None
-        logger.debug(
-            "request %s: attempt %d at prefill %s, decode %s, predicted %.4f s, %d of %d tokens cached",
-            self._request_id,
-            request.attempt,
-            placed.prefill.worker_id if placed.prefill is not None else "none",
-            placed.decode.worker_id,
-            placed.choice.seconds,
-            placed.choice.matched_prefill,
-            self._work.num_tokens,
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: attempt %d at prefill %s, decode %s, predicted %.4f s, %d of %d tokens cached",
+                self._request_id,
+                request.attempt,
+                placed.prefill.worker_id if placed.prefill is not None else "none",
+                placed.decode.worker_id,
+                placed.choice.seconds,
+                placed.choice.matched_prefill,
+                self._work.num_tokens,
+            )
         self._eos = placed.decode.registration.eos_token_ids
         if self._prompt.timeline is not None:
             self._note_placed(self._prompt.timeline, placed)

@@ -172,7 +172,7 @@ class DecodeStream:
 
 def _messages(frame: FromGateway) -> Iterator[pb.GatewayFrame]:
     """Yield a frame's messages: the parts of its pixels if there are many, then itself."""
-    if isinstance(frame, Submit):
+    if isinstance(frame, Submit) and frame.request.mm_items:
         light, parts = take_apart(str(frame.handle), frame.request)
         for part in parts:
             yield pb.GatewayFrame(part=part)
@@ -182,6 +182,9 @@ def _messages(frame: FromGateway) -> Iterator[pb.GatewayFrame]:
 
 def batches(messages: list[pb.GatewayFrame]) -> Iterator[pb.GatewayFrame]:
     """Yield the same frames in as few messages as their size allows."""
+    if len(messages) == 1:
+        yield messages[0]
+        return
     batch: list[pb.GatewayFrame] = []
     size = 0
     for message in messages:

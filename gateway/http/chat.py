@@ -41,10 +41,16 @@ class ChatAnswer:
         self._chunk_head = b'{"id":%b,"object":"chat.completion.chunk",%b,"choices":[' % (self._id, self._fields)
         # With usage asked for, all chunks but the last say null, unless they say the count so far.
         self._end = b"]" + (b',"usage":null' if include_usage and not continuous_usage else b"")
-        self._texts = [self._text_event(b"content", index) for index in range(num_choices)]
-        self._reasonings = [
-            self._text_event(b"reasoning_content", index) for index in range(num_choices if reasons else 0)
-        ]
+        self._texts: list[TextEvent | None] = [None] * num_choices
+        self._reasonings: list[TextEvent | None] = [None] * num_choices
+
+    def _form(self, forms: list[TextEvent | None], index: int) -> TextEvent:
+        """Return the template of a choice's text or reasoning, made when first needed: whole answers have none."""
+        found = forms[index]
+        if found is None:
+            name = b"content" if forms is self._texts else b"reasoning_content"
+            found = forms[index] = self._text_event(name, index)
+        return found
 
     def _text_event(self, name: bytes, index: int) -> TextEvent:
         return TextEvent(
@@ -63,14 +69,18 @@ class ChatAnswer:
         text = piece.text
         if text and self._is_plain and piece.finish is None and not (piece.reasoning or piece.calls):
             # The case of almost every token.
-            return self._texts[index].render(text)
+            return (self._texts[index] or self._form(self._texts, index)).render(text)
         out = b""
         if piece.reasoning or piece.reasoning_logprobs:
             out = self._written(
-                self._reasonings[index], piece.reasoning, piece.reasoning_logprobs, "reasoning_content", usage
+                self._form(self._reasonings, index),
+                piece.reasoning,
+                piece.reasoning_logprobs,
+                "reasoning_content",
+                usage,
             )
         if text or piece.logprobs:
-            out += self._written(self._texts[index], text, piece.logprobs, "content", usage)
+            out += self._written(self._form(self._texts, index), text, piece.logprobs, "content", usage)
         if piece.calls:
             calls = json_bytes([_call_delta(call) for call in piece.calls])
             out += self._delta(index, b'{"tool_calls":%b}' % calls, b"null", usage)

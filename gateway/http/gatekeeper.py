@@ -91,6 +91,8 @@ class Gatekeeper:
 
     def _headers(self, tenant: Tenant) -> Headers:
         headers: Headers = []
+        if tenant.requests_per_minute <= 0 and tenant.tokens_per_minute <= 0:
+            return headers
         for kind in ("requests", "tokens"):
             standing = self._limits.standing(tenant, kind)
             if standing is not None:

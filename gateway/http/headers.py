@@ -12,6 +12,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PRIORITY = re.compile(r"-?[0-9]{1,9}")
 _SESSION_HEADERS = (b"x-session-affinity", b"x-session-id", b"x-correlation-id")
 _SESSION = re.compile(r"[\x21-\x7e]{1,256}")
+_HINTS = frozenset({b"x-request-id", b"x-deadline-ms", b"x-slo-ttft-ms", b"x-priority", *_SESSION_HEADERS})
 _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMED_FIELDS = 16
 
@@ -34,7 +35,9 @@ class RequestHints(msgspec.Struct, frozen=True):
 
 def read_hints(headers: Iterable[tuple[bytes, bytes]], request_timeout_s: float, tenant: str = "") -> RequestHints:
     """Read the hints; an ill-formed id or session is ignored, an ill-formed deadline or priority is a `BadRequest`."""
-    found = {name: value.decode("latin-1") for name, value in headers}
+    found = {name: value.decode("latin-1") for name, value in headers if name in _HINTS}
+    if not found:
+        return RequestHints(timeout_s=request_timeout_s, tenant=tenant)
     request_id = found.get(b"x-request-id", "")
     session = next((found[name] for name in _SESSION_HEADERS if found.get(name)), "")
     return RequestHints(

@@ -2,8 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from core.metrics import Metrics
-from gateway.series import Series
+from gateway.series import LoopMetrics, Series
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -18,7 +17,7 @@ class HttpMetrics:
     """All metrics of this package, in an injected registry, which /metrics shows whole."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        metrics = self.metrics = Metrics(registry)
+        metrics = self.metrics = LoopMetrics(registry)
         self.requests = Series(
             metrics.counter(
                 "tandem_http_requests_total",

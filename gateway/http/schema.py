@@ -6,6 +6,7 @@ unknown fields are accepted and listed for the caller to report. Knows no model 
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -161,26 +162,42 @@ class Decoded(Generic[BodyType]):
 
 def decode_body(raw: bytes, kind: type[BodyType]) -> Decoded[BodyType]:
     """Decode and check one JSON body; raises `BadRequest`."""
-    fields = _decode(raw, dict[str, Raw])
+    fields = _decode(raw, _FIELDS)
+    extra = fields.keys() - _silent_fields(kind)
+    if not extra:
+        return Decoded(_decode(raw, _decoder(kind)), ())
     try:
-        extra = fields.keys() - kind.__struct_fields__ - HARMLESS
         for name in sorted(extra & REFUSED.keys()):
             allowed, reason = REFUSED[name]
             if not allowed(msgspec.json.decode(fields[name])):
                 raise BadRequest(f"`{name}`: {reason}; leave it out", param=name)
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
-    return Decoded(_decode(raw, kind), tuple(sorted(extra - REFUSED.keys())))
+    return Decoded(_decode(raw, _decoder(kind)), tuple(sorted(extra - REFUSED.keys())))
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _silent_fields(kind: type[Struct]) -> frozenset[str]:
+    """Fields that are looked at, or mean nothing."""
+    return HARMLESS.union(kind.__struct_fields__)
 
 
 def peek_body(raw: bytes, kind: type[BodyType]) -> BodyType:
     """Decode some fields of a body and look at no others; raises `BadRequest`."""
-    return _decode(raw, kind)
+    return _decode(raw, _decoder(kind))
 
 
-def _decode(raw: bytes, kind: type[T]) -> T:
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

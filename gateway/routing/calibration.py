@@ -5,8 +5,7 @@ attention. The three are fitted per kind of worker by recursive least squares on
 long prompts count alike.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,52 +35,50 @@ NEAR_S, FAR_S = 1e-9, 4e-9
 
 @dataclass(slots=True)
 class _Fit:
-    """[3] a, b, c in multiples of the prior, and [3, 3] their covariance.
+    """a, b, c in multiples of the prior, and the upper half of their covariance, by rows.
 
-    Plain numbers: with three of them an array operation costs more than all of this, and there is one fit a prompt.
+    Plain numbers, one by one: with three of them any array or list costs more than all of this, and there is one fit a
+    prompt.
     """
 
-    factors: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
-    spread: list[list[float]] = field(
-        default_factory=lambda: [[SPREAD * (row == column) for column in range(3)] for row in range(3)]
-    )
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    spread: tuple[float, float, float, float, float, float] = (SPREAD, 0.0, 0.0, SPREAD, 0.0, SPREAD)
     count: int = 0
 
     def observe(self, tokens: float, context: float, measured: float) -> None:
-        features = [PRIOR_S[0], PRIOR_S[1] * tokens, PRIOR_S[2] * tokens * (context - tokens / 2)]
-        predicted = max(_dot(features, self.factors), 1e-6)
+        a, b, c = PRIOR_S[0], PRIOR_S[1] * tokens, PRIOR_S[2] * tokens * (context - tokens / 2)
+        base, linear, square = self.factors
+        predicted = max(a * base + b * linear + c * square, 1e-6)
         if self.count >= ENOUGH:
             measured = min(max(measured, predicted / FARTHEST), predicted * FARTHEST)
         # Relative to what is predicted: to what was measured, prompts that happened to be fast would count for more.
         # But a fit that is far off would then count its own errors for little and never come back.
         scale = min(max(predicted, measured / FAR), measured * FAR)
-        features = [feature / scale for feature in features]
-        spread_features = [_dot(row, features) for row in self.spread]
-        weight = MEMORY * NOISE + _dot(features, spread_features)
-        gain = [each / weight for each in spread_features]
-        missed = measured / scale - _dot(features, self.factors)
+        a, b, c = a / scale, b / scale, c / scale
+        # Of the symmetric matrix the upper half: what rounding makes unequal on two sides would grow for ever.
+        aa, ab, ac, bb, bc, cc = self.spread
+        at_a, at_b, at_c = aa * a + ab * b + ac * c, ab * a + bb * b + bc * c, ac * a + bc * b + cc * c
+        weight = MEMORY * NOISE + (a * at_a + b * at_b + c * at_c)
+        gain_a, gain_b, gain_c = at_a / weight, at_b / weight, at_c / weight
+        missed = measured / scale - (a * base + b * linear + c * square)
         # Time does not fall with work: a coefficient below zero is noise, and would take the others along.
-        self.factors = [max(factor + each * missed, LEAST) for factor, each in zip(self.factors, gain, strict=True)]
-        # Symmetric to the last bit: what rounding makes unequal on the two sides would grow with every measurement.
-        spread = [[0.0] * 3 for _ in range(3)]
-        for row in range(3):
-            for column in range(row, 3):
-                left = (self.spread[row][column] - gain[row] * spread_features[column]) / MEMORY
-                spread[row][column] = spread[column][row] = left
+        self.factors = (
+            max(base + gain_a * missed, LEAST),
+            max(linear + gain_b * missed, LEAST),
+            max(square + gain_c * missed, LEAST),
+        )
+        aa, ab, ac = (aa - gain_a * at_a) / MEMORY, (ab - gain_a * at_b) / MEMORY, (ac - gain_a * at_c) / MEMORY
+        bb, bc, cc = (bb - gain_b * at_b) / MEMORY, (bc - gain_b * at_c) / MEMORY, (cc - gain_c * at_c) / MEMORY
         # With nothing new to learn it would grow without bound, and the next surprise be believed blindly.
-        bound = min(1.0, 3 * SPREAD / max(spread[0][0] + spread[1][1] + spread[2][2], 1e-12))
-        self.spread = [[each * bound for each in row] for row in spread]
+        bound = min(1.0, 3 * SPREAD / max(aa + bb + cc, 1e-12))
+        self.spread = (aa * bound, ab * bound, ac * bound, bb * bound, bc * bound, cc * bound)
         self.count += 1
 
     @property
     def seconds(self) -> tuple[float, float, float]:
         """a, b, c in seconds."""
-        a, b, c = (factor * prior for factor, prior in zip(self.factors, PRIOR_S, strict=True))
-        return a, b, c
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
+        a, b, c = self.factors
+        return a * PRIOR_S[0], b * PRIOR_S[1], c * PRIOR_S[2]
 
 
 class PrefillCosts:

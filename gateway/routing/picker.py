@@ -24,7 +24,7 @@ class Picker:
 
     def any(self, candidates: Ints) -> int:
         """Return one of the candidates at random."""
-        return int(candidates[self.random.randrange(len(candidates))])
+        return int(candidates[self.random.randrange(len(candidates)) if len(candidates) > 1 else 0])
 
     def best(self, cost: Floats, ok: Bools, gain: Ints, affinity: Ints, *, share: float, margin: float) -> int:
         """Return the index of the cheapest candidate that is `ok`.
@@ -52,11 +52,13 @@ class Picker:
     ) -> int:
         """As `best`, for a handful of candidates in plain numbers; `affinity` may be empty."""
         usable = [index for index, is_ok in enumerate(ok) if is_ok]
-        bound = min(costs[index] for index in usable) * (1 + share) + margin
+        bound = min([costs[index] for index in usable]) * (1 + share) + margin
         near = [index for index in usable if costs[index] <= bound]
-        most = max(gains[index] for index in near)
+        if len(near) == 1:
+            return near[0]
+        most = max([gains[index] for index in near])
         near = [index for index in near if gains[index] == most]
         if affinity:
             best = max(affinity[index] for index in near)
             near = [index for index in near if affinity[index] == best]
-        return near[self.random.randrange(len(near))]
+        return near[self.random.randrange(len(near))] if len(near) > 1 else near[0]

@@ -55,20 +55,23 @@ class _Facts:
         reported = self.rate[slot]
         return 1.0 / (reported if reported > 0 else self.rules.prefill_tokens_per_s)
 
-    def queue_seconds(self, slot: int) -> float:
+    def queue_seconds(self, slot: int, token_s: float) -> float:
         """As `scorers.queue_seconds`."""
-        begun = min(max(self.now - self.head_since[slot], 0.0), self.head_s[slot])
-        return self.own_s[slot] - begun + self.foreign_tokens[slot] * self.token_seconds(slot)
+        begun, head = self.now - self.head_since[slot], self.head_s[slot]
+        begun = max(begun, 0.0)
+        return self.own_s[slot] - min(begun, head) + self.foreign_tokens[slot] * token_s
 
-    def compute_seconds(self, slot: int, matched: int) -> float:
+    def compute_seconds(self, slot: int, matched: int, token_s: float) -> float:
         """As `scorers.compute_seconds`."""
-        num_tokens = self.job.num_tokens
-        uncached = float(max(num_tokens - max(matched - self.replay_tokens[slot], 0), 1))
-        measured = self.token_s[slot] > 0
-        base = self.base_s[slot] if measured else self.rules.base_s
-        square = self.square_s[slot] if measured else self.rules.quadratic_s
+        num_tokens, replayed = self.job.num_tokens, matched - self.replay_tokens[slot]
+        uncached = float(num_tokens - replayed if replayed > 0 else num_tokens)
+        uncached = max(uncached, 1.0)
+        if self.token_s[slot] > 0:
+            base, square = self.base_s[slot], self.square_s[slot]
+        else:
+            base, square = self.rules.base_s, self.rules.quadratic_s
         attention = square * uncached * (num_tokens - uncached / 2)
-        return base + uncached * self.token_seconds(slot) + attention
+        return base + uncached * token_s + attention
 
 
 def _alive(fleet: Fleet, model: int, now: float) -> Rows:
@@ -208,13 +211,21 @@ def _pairs(facts: _Facts, prefill: Rows, decode: Rows) -> list[list[bool]]:
 
 def _prefill_side(facts: _Facts, slots: Rows) -> _Side:
     rules = facts.rules
-    queue = [facts.queue_seconds(slot) for slot in slots]
-    compute = [facts.compute_seconds(slot, facts.matched[slot]) for slot in slots]
-    if rules.policy == "prefix":
+    queue: list[float] = []
+    compute: list[float] = []
+    nothing: list[float] = []
+    knows = rules.policy == "prefix"
+    for slot in slots:
+        token_s = facts.token_seconds(slot)
+        queue.append(facts.queue_seconds(slot, token_s))
+        compute.append(facts.compute_seconds(slot, facts.matched[slot], token_s))
+        if not knows:
+            nothing.append(facts.compute_seconds(slot, 0, token_s))
+    if knows:
         horizon = _horizon_seconds(facts, slots, compute)
     else:
         # Takes out again what a prefix saves: predictions stay true, the choice does not look at it.
-        horizon = [facts.compute_seconds(slot, 0) - seconds for slot, seconds in zip(slots, compute, strict=True)]
+        horizon = [whole - seconds for whole, seconds in zip(nothing, compute, strict=True)]
     cost = [a + b + c for a, b, c in zip(queue, compute, horizon, strict=True)]
     return _Side(queue, compute, horizon, cost)
 
@@ -250,12 +261,12 @@ def _decode_seconds(facts: _Facts, slots: Rows, held: list[int]) -> list[float]:
     found: list[float] = []
     for slot, matched in zip(slots, held, strict=True):
         whole = output * (step_s[slot] if step_s[slot] > 0 else rules.step_s)
-        live, rows = facts.live(slot), max(facts.rows[slot], 1)
-        slower = whole * min(live + 1, rows) / rows
-        row_wait = whole * max(live + 1 - rows, 0) / rows
-        pages = math.ceil((job.num_tokens + output - matched) / max(sizes[slot], 1))
-        short = max(pages - pages_free[slot], 0) / max(pages, 1)
-        found.append(slower + row_wait + whole * short)
+        after, rows = facts.live(slot) + 1, facts.rows[slot] or 1
+        slower = whole * min(after, rows) / rows
+        row_wait = whole * (after - rows) / rows if after > rows else 0.0
+        pages = math.ceil((job.num_tokens + output - matched) / (sizes[slot] or 1))
+        missing = pages - pages_free[slot]
+        found.append(slower + row_wait + whole * (missing / max(pages, 1) if missing > 0 else 0.0))
     return found
 
 

@@ -18,7 +18,7 @@ from gateway.text.chat import TextRules
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.piece import CallDelta, Piece
 from gateway.text.stop import StopScanner
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.vocabulary import Vocabulary, hidden_ids
 
 _RUNS = re.compile(r"[^\n<]+|[\n<]+")
 _FINISH = {
@@ -102,8 +102,10 @@ class DeepseekAnswer:
         *,
         starts_in_reasoning: bool,
     ) -> None:
-        hidden = (vocabulary.special_ids - marks.shown) if rules.skip_special else frozenset[int]()
-        self._detokenizer = Detokenizer(vocabulary, skip_special=False, silent=hidden | rules.silent, continues=True)
+        silent = rules.silent
+        if rules.skip_special:
+            silent = hidden_ids(vocabulary.special_ids, marks.shown, silent)
+        self._detokenizer = Detokenizer(vocabulary, skip_special=False, silent=silent, continues=True)
         self._processor = processor
         self._think_end = marks.think_end
         self._call = marks.call

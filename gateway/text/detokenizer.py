@@ -7,8 +7,9 @@ pushes. Cost is linear in the output. Knows no stop strings and no finish reason
 import codecs
 from collections.abc import Sequence
 
-from gateway.text.vocabulary import Vocabulary
+from gateway.text.vocabulary import Vocabulary, hidden_ids
 
+_NONE = frozenset[int]()
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -27,7 +28,7 @@ class Detokenizer:
         self._bytes = vocabulary.token_bytes
         self._text = vocabulary.token_text
         self._size = vocabulary.size
-        self._hidden = (vocabulary.special_ids | silent) if skip_special else silent
+        self._hidden = hidden_ids(vocabulary.special_ids, _NONE, silent) if skip_special else silent
         self._decoder = _utf8_decoder(errors="replace")
         self._strip_next = vocabulary.rules.strips_leading_space and not continues
         self._plain = not self._strip_next

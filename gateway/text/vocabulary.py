@@ -7,6 +7,7 @@ DeepSeek) and SentencePiece-like (word marker, optional byte fallback). Knows no
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from core.errors import ConfigError
@@ -44,6 +45,15 @@ class Vocabulary:
     def bytes_of(self, token: int) -> bytes:
         """Return the token's bytes; empty for an id outside the tables."""
         return self.token_bytes[token] if 0 <= token < len(self.token_bytes) else b""
+
+
+@lru_cache(maxsize=256)
+def hidden_ids(special: frozenset[int], shown: frozenset[int], silent: frozenset[int]) -> frozenset[int]:
+    """Return the ids that never show: special ones but for those shown, and the silent ones.
+
+    Kept, because some vocabularies have a thousand special ids, and requests differ in the few others only.
+    """
+    return (special - shown) | silent
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 from core.clock import SystemClock
 from core.ids import Incarnation, RequestId
-from core.metrics import Metrics
 from core.request import SamplingParams, StopRules
 from core.worker import Role
 from gateway.admission import Admission, Limits
@@ -22,6 +21,7 @@ from gateway.prefix_index import PrefixIndex
 from gateway.router import Router
 from gateway.routing.job import RoutingRules
 from gateway.routing.picker import Picker
+from gateway.series import LoopMetrics
 from gateway.worker_link import LinkRules
 from tests.fakes.cluster import MODEL, SECRET, load, registration
 from tests.fakes.sim_decode import LocalOpener, SimDecode
@@ -35,7 +35,7 @@ class SimGateway:
         self.directory = Directory(self.clock)
         self.index = PrefixIndex()
         self.opener = LocalOpener()
-        self.metrics = GatewayMetrics(Metrics())
+        self.metrics = GatewayMetrics(LoopMetrics())
         self.leases = Leases(self.clock)
         routing = routing or RoutingRules()
         self.links = Links(

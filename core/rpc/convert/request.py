@@ -15,39 +15,42 @@ from tandem.v1 import types_pb2 as pb
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """Encode one request."""
-    return pb.GenerateRequest(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        model=request.model,
-        token_ids=request.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=sampling_to_proto(request.sampling),
-        stop=stop_to_proto(request.stop),
-        page_hashes=request.page_hashes,
-        timeout_s=request.timeout_s,
-        priority=request.priority,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        num_cached_tokens=request.num_cached_tokens,
-        encoder_floor=request.encoder_floor,
-        decoder_floor=request.decoder_floor,
-        floor_hit_tokens=request.floor_hit_tokens,
-        floor_earlier_hits=request.floor_earlier_hits,
-        lora=request.lora,
-        traceparent=request.traceparent,
-        mm_items=[
-            pb.MmItem(
-                digest=item.digest,
-                start=item.start,
-                end=item.end,
-                height=item.height,
-                width=item.width,
-                pixels=item.pixels,
-            )
-            for item in request.mm_items
-        ],
-        grammar=request.grammar,
-    )
+    message = pb.GenerateRequest()
+    write_request(message, request)
+    return message
+
+
+def write_request(message: pb.GenerateRequest, request: GenerateRequest) -> None:
+    """Fill an empty message, where it is: giving a parent its parts copies all of them, tokens included."""
+    message.request_id = request.request_id
+    message.attempt = request.attempt
+    message.model = request.model
+    message.token_ids.extend(request.token_ids)
+    message.num_prompt_tokens = request.num_prompt_tokens
+    _write_sampling(message.sampling, request.sampling)
+    _write_stop(message.stop, request.stop)
+    message.page_hashes.extend(request.page_hashes)
+    message.timeout_s = request.timeout_s
+    message.priority = request.priority
+    message.tenant = request.tenant
+    message.cache_salt = request.cache_salt
+    message.num_cached_tokens = request.num_cached_tokens
+    message.encoder_floor = request.encoder_floor
+    message.decoder_floor = request.decoder_floor
+    message.floor_hit_tokens = request.floor_hit_tokens
+    message.floor_earlier_hits.extend(request.floor_earlier_hits)
+    message.lora = request.lora
+    message.traceparent = request.traceparent
+    for item in request.mm_items:
+        message.mm_items.add(
+            digest=item.digest,
+            start=item.start,
+            end=item.end,
+            height=item.height,
+            width=item.width,
+            pixels=item.pixels,
+        )
+    message.grammar = request.grammar
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
@@ -97,22 +100,20 @@ def floors_from_proto(message: pb.Floors) -> Floors:
     return Floors(encoder_floor=message.encoder_floor, decoder_floor=message.decoder_floor, hits=tuple(message.hits))
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+def _write_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
     """Encode how tokens are chosen; doubles, so nothing is rounded."""
-    return pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=sampling.seed,
-        sample_index=sampling.sample_index,
-        num_logprobs=sampling.num_logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
+    message.temperature = sampling.temperature
+    message.top_k = sampling.top_k
+    message.top_p = sampling.top_p
+    message.min_p = sampling.min_p
+    message.repetition_penalty = sampling.repetition_penalty
+    message.presence_penalty = sampling.presence_penalty
+    message.frequency_penalty = sampling.frequency_penalty
+    message.logit_bias.update(sampling.logit_bias)
+    message.seed = sampling.seed
+    message.sample_index = sampling.sample_index
+    message.num_logprobs = sampling.num_logprobs
+    message.prompt_logprobs = sampling.prompt_logprobs
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
@@ -133,14 +134,12 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
-def stop_to_proto(stop: StopRules) -> pb.StopRules:
+def _write_stop(message: pb.StopRules, stop: StopRules) -> None:
     """Encode when generation ends."""
-    return pb.StopRules(
-        max_tokens=stop.max_tokens,
-        min_tokens=stop.min_tokens,
-        stop_token_ids=stop.stop_token_ids,
-        ignore_eos=stop.ignore_eos,
-    )
+    message.max_tokens = stop.max_tokens
+    message.min_tokens = stop.min_tokens
+    message.stop_token_ids.extend(stop.stop_token_ids)
+    message.ignore_eos = stop.ignore_eos
 
 
 def stop_from_proto(message: pb.StopRules) -> StopRules:

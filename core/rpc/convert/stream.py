@@ -16,7 +16,7 @@ from core.rpc.convert.request import (
     logprobs_from_proto,
     logprobs_to_proto,
     request_from_proto,
-    request_to_proto,
+    write_request,
 )
 from core.stream import (
     AbortRequest,
@@ -40,18 +40,21 @@ from tandem.v1 import generate_pb2 as pb
 def gateway_frame_to_proto(frame: FromGateway) -> pb.GatewayFrame:
     """Encode one frame of the gateway."""
     match frame:
+        case Submit():
+            message = pb.GatewayFrame()
+            message.submit.handle = frame.handle
+            write_request(message.submit.request, frame.request)
+            if frame.prefill is not None:
+                message.submit.prefill.CopyFrom(_target_to_proto(frame.prefill))
+            return message
         case StreamHello():
             hello = pb.StreamHello(gateway=frame.gateway, worker=frame.worker, resume_after=frame.resume_after)
             return pb.GatewayFrame(hello=hello)
-        case Submit():
-            submit = pb.Submit(
-                handle=frame.handle, request=request_to_proto(frame.request), prefill=_target_to_proto(frame.prefill)
-            )
-            return pb.GatewayFrame(submit=submit)
         case AbortRequest():
             return pb.GatewayFrame(abort=pb.AbortRequest(handle=frame.handle, reason=frame.reason))
         case Place():
-            return pb.GatewayFrame(place=pb.Place(handle=frame.handle, prefill=_target_to_proto(frame.prefill)))
+            target = None if frame.prefill is None else _target_to_proto(frame.prefill)
+            return pb.GatewayFrame(place=pb.Place(handle=frame.handle, prefill=target))
         case Ack():
             return pb.GatewayFrame(ack=pb.Ack(sequence=frame.sequence))
 
@@ -86,9 +89,7 @@ def gateway_frame_from_proto(message: pb.GatewayFrame) -> FromGateway:
             raise BadRequest("the gateway sent a frame without a known body")
 
 
-def _target_to_proto(target: PrefillTarget | None) -> pb.PrefillTarget | None:
-    if target is None:
-        return None
+def _target_to_proto(target: PrefillTarget) -> pb.PrefillTarget:
     return pb.PrefillTarget(worker_id=target.worker_id, address=target.address, incarnation=target.incarnation)
 
 
