@@ -212,10 +212,12 @@ def test_a_stream_says_the_same_and_survives_the_loss_of_its_worker(cluster, url
         if len(text) > 20 and not killed:
             busy = [name for name, one in statistics(cluster, audit=False).items() if one.values["engine_rows_used"]]
             busy = [name for name in busy if name.startswith("decode")]
-            killed.append(threading.Thread(target=cluster.kill, args=(busy[0], signal.SIGKILL)))
-            killed[0].start()
+            if busy:
+                killed.append(threading.Thread(target=cluster.kill, args=(busy[0], signal.SIGKILL)))
+                killed[0].start()
 
     streamed = stream_text(url, request, kill)
+    assert killed, "the stream ended before its worker could be killed"
     killed[0].join()
     assert (streamed["text"], streamed["finish"]) == (whole, "stop")
     cluster.wait_ready(4)
