@@ -88,9 +88,10 @@ def copy_records(target: Bytes, source: Bytes, targets: I64, sources: I64, nbyte
 
     Many small records go without the interpreter lock, which other threads want meanwhile.
     """
-    if not isinstance(target, DeviceView) and not isinstance(source, DeviceView) and len(nbytes) >= _WORTH:
+    many_small = len(nbytes) >= _WORTH and int(nbytes.min()) <= _SMALL
+    if many_small and not isinstance(target, DeviceView) and not isinstance(source, DeviceView):
         borders = [0, *(np.flatnonzero(nbytes[1:] != nbytes[:-1]) + 1).tolist(), len(nbytes)]
-        if int(nbytes.min()) <= _SMALL and len(borders) * _WORTH <= len(nbytes):
+        if len(borders) * _WORTH <= len(nbytes):
             for first, last in itertools.pairwise(borders):
                 _copy_alike(target, source, targets[first:last], sources[first:last], int(nbytes[first]))
             return

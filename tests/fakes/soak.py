@@ -11,6 +11,7 @@ clients leaves, half of them before the first token. At the end nothing may be h
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -34,6 +35,8 @@ from tests.fakes.truth import scripted_text
 MODEL = ScriptedConfig(mean_length=200, step_delay_ms=5.0)
 BATCH = 100
 STALL_S = 3.0
+TRIES = 4
+"""Batches that may pass without their trouble; they count as requests all the same."""
 SETTINGS = (
     "all:engine.page_tokens=16",
     "all:engine.num_pages=2048",
@@ -70,9 +73,13 @@ def soak(directory: Path, transport: str, requests: int, seed: int = 1) -> dict[
         outcomes: list[Outcome] = []
         events: list[str] = []
         for number in range(-(-requests // BATCH)):
-            trouble = [_kill, _stall][number % 2]
-            items = _work(min(BATCH, requests - len(outcomes)), seed * 1000 + number)
-            outcomes += _with_trouble(cluster, items, partial(trouble, cluster, number // 2), events, number)
+            trouble = partial([_kill, _stall][number % 2], cluster, number // 2)
+            count, tries = min(BATCH, requests - number * BATCH), itertools.count()
+            while len(events) <= number:
+                again = next(tries)
+                assert again < TRIES, "no batch had hand-overs under way when it was looked at"
+                items = _work(count, seed * 1000 + again * 100 + number)
+                outcomes += _with_trouble(cluster, items, trouble, events, number)
         seconds = time.monotonic() - start
         cluster.wait_ready(5)
         found = [fault for outcome in outcomes for fault in faults(outcome)]
@@ -105,17 +112,14 @@ def _with_trouble(
     cluster: Cluster, items: list[tuple[str, str, int]], trouble: Callable[[], str], events: list[str], seed: int
 ) -> list[Outcome]:
     failure: list[BaseException] = []
+    over = threading.Event()
 
     def run() -> None:
         try:
-            # Best amid many hand-overs; a machine that is slow to tell may never see so many at once.
-            soon = time.monotonic() + 15
-            wait_for(
-                lambda: _total(cluster, "transfer_leases") > (4 if time.monotonic() < soon else 0),
-                60,
-                "no hand-over is under way",
-            )
-            events.append(trouble())
+            # A machine that is slow to tell may see the batch end before it sees what is under way.
+            wait_for(lambda: over.is_set() or _total(cluster, "transfer_leases") > 4, 200, "no end of the batch")
+            if not over.is_set():
+                events.append(trouble())
         except BaseException as error:
             failure.append(error)
 
@@ -124,6 +128,7 @@ def _with_trouble(
     outcomes = asyncio.run(
         storm(cluster.base_url, "soak", items, concurrency=24, cancel_share=0.05, early_share=0.05, seed=seed)
     )
+    over.set()
     thread.join()
     if failure:
         raise failure[0]
