@@ -64,7 +64,7 @@ def test_the_cluster_still_answers_after_all_of_it(cluster):
     assert complete(cluster.base_url, {"model": "scripted", "prompt": "x", "max_tokens": 3})["choices"]
 
 
-def up(tmp_path, *flags, timeout_s=90):
+def up(tmp_path, *flags, timeout_s=170):
     return subprocess.run(
         [sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(tmp_path / "run"), "--port", "0", *flags],
         cwd=ROOT,

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster]
 def test_the_demo_holds_its_promises(transfer):
     command = [sys.executable, "-m", "deploy.cli", "demo", "--model", "scripted", "--transfer", transfer]
     command += ["--question", "Say hello in five languages."]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Hello, 你好, Привет, مرحبا, Γειά 🙂" in run.stdout
     assert "recomputed by decode     0 tokens" in run.stdout

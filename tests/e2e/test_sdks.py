@@ -164,6 +164,7 @@ def test_errors_have_anthropics_shape(claude):
         say(claude, [{"role": "user", "content": [image]}])
 
 
+@pytest.mark.timeout(500)
 def test_sglangs_benchmark_client_finishes_and_counts_as_we_do(cluster, tmp_path):
     """Its Python client: polls /v1/models, sends no `stream_options` of its own, opens a connection per request."""
     if importlib.util.find_spec("sglang") is None:
@@ -189,7 +190,7 @@ def test_sglangs_benchmark_client_finishes_and_counts_as_we_do(cluster, tmp_path
         [sys.executable, str(script), "sglang", *(part for pair in flags.items() for part in pair), "--output-details"],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]

@@ -27,7 +27,7 @@ class Cluster:
         self.log = log
 
     def status(self) -> dict:
-        return ask(self.run_dir, {"command": "status"}, lambda _: None, timeout_s=10)
+        return ask(self.run_dir, {"command": "status"}, lambda _: None, timeout_s=60)
 
     def processes(self, role: str | None = None) -> list[dict]:
         return [p for p in self.status()["processes"] if role is None or p["role"] == role]
@@ -51,7 +51,7 @@ class Cluster:
             lambda: sum(p["state"] == "ready" for p in self.processes()) == count, timeout_s, "processes not ready"
         )
 
-    def cli(self, *arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess:
+    def cli(self, *arguments: str, timeout_s: float = 170) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-m", "deploy.cli", arguments[0], "--run-dir", str(self.run_dir), *arguments[1:]],
             cwd=ROOT,
