@@ -380,12 +380,12 @@ async def test_pages_that_were_reused_under_the_lease_are_never_committed(direct
 
 
 async def test_heartbeats_keep_a_lease_alive_while_the_destination_waits_for_room(directory):
-    config = quick(lease_ttl_s=0.3, orphan_ttl_s=0.2)
+    config = quick(lease_ttl_s=1.0, orphan_ttl_s=1.0)
     async with open_pair("loopback", directory, config=config) as pair:
         pair.host.room.clear()
         pulling = asyncio.create_task(pair.pull(make_request(32)))
         await until(lambda: pair.firsts)
-        await asyncio.sleep(0.8)  # several lives of the lease
+        await asyncio.sleep(2.5)  # several lives of the lease
         pair.host.room.set()
         await pulling
 
@@ -520,17 +520,17 @@ async def test_the_deadline_ends_a_pull(directory):
 
 
 async def test_a_peer_that_fails_repeatedly_is_left_alone_for_a_while(directory):
-    async with open_pair("loopback", directory, config=quick(breaker_min_s=0.2)) as pair:
+    async with open_pair("loopback", directory, config=quick(breaker_min_s=1.0)) as pair:
         pair.dialer.withdraw(ADDRESS)
         for seq in range(1, 4):
             with pytest.raises(WorkerLost, match="nobody answers"):
                 await pair.pull(make_request(20), seq=seq)
         with pytest.raises(NoCapacity, match="left alone") as caught:
             await pair.pull(make_request(20), seq=4)
-        assert 0 < caught.value.retry_after_s <= 0.2
+        assert 0 < caught.value.retry_after_s <= 1.0
         assert pair.destination.statistics()["breakers_open"] == 1
         pair.dialer.serve(ADDRESS, pair.source)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.05)
         await pair.pull(make_request(20), seq=5)
         assert pair.destination.statistics()["breakers_open"] == 0
         assert pair.host.dropped == [1, 2, 3, 4]
