@@ -25,9 +25,7 @@ from benchmarks.kernel_peers import PEERS
 from benchmarks.kernel_timing import REPLAYS, copy_bandwidth, matmul_flops, sets_for, time_us
 from engine.kernels.ops import REFERENCE, TRITON, Provider
 
-HOST_LOOPS = frozenset(
-    {"index_scores", "sparse_attention", "experts_up", "experts_down", "sort_routes", "paged_attention"}
-)
+HOST_LOOPS = frozenset({"experts_up", "experts_down", "sort_routes", "paged_attention"})
 """Ops whose reference loops over sequences or experts on the host, which no compiler fuses."""
 
 

@@ -27,14 +27,15 @@ def commit_ring(
 ) -> None:
     """Copy `packed[tokens[i]]` to `ring[record[i], positions[i] % capacity]`.
 
-    `packed` uint8 [t, width] dense, width a multiple of 4; `tokens`, `record` (-1: copy nothing), `positions` int64 [k], no
+    `packed` uint8 [t, width] dense, width even; `tokens`, `record` (-1: copy nothing), `positions` int64 [k], no
     place twice; `ring` uint8 [rows, capacity, width], its last two axes dense.
     """
-    width, tile = packed.shape[1] // 4, 4
+    wide = torch.int32 if packed.shape[1] % 4 == 0 else torch.int16
+    width, tile = packed.shape[1] // wide.itemsize, 4
     assert ring.stride()[1:] == (ring.shape[2], 1)
     if not len(tokens):
         return
-    words, slots = packed.view(torch.int32), ring.view(torch.int32)
+    words, slots = packed.view(wide), ring.view(wide)
     _commit_ring[(triton.cdiv(len(tokens), tile),)](
         words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0),
         WIDTH=width, BLOCK=triton.next_power_of_2(width), TILE=tile, num_warps=4,

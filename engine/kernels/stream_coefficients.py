@@ -11,7 +11,8 @@ import triton.language as tl
 
 _COLUMNS = tl.constexpr(32)
 """Products per row, padded: pre, post and comb."""
-_SPLITS = 32
+_SPLITS, _FEW_SPLITS, _STEP = 32, 8, 64
+"""Few where the streams of a tiny model are too narrow for more."""
 _TILE, _STAGES = 64, 1
 """Not pipelined: triton 3.6 was seen to reuse a buffer of the pipeline before asynchronous matrix instructions had read
 it (one row in some thousands was wrong, not always the same)."""
@@ -88,18 +89,19 @@ def stream_coefficients(
     """Return float32 pre [t, hc], post [t, hc], comb [t, hc (from), hc (to)].
 
     `streams` bfloat16 [t, hc, d]; `fn` bfloat16 [3, 2 hc + hc^2, hc d], the weight as `reference.formats.thirds` cuts
-    it; float32 `scale` [3], `base` [2 hc + hc^2]; contiguous, hc = 4, hc d a multiple of 64 * 32.
+    it; float32 `scale` [3], `base` [2 hc + hc^2]; contiguous, hc = 4, hc d a multiple of 64 * 8.
     """
     rows, hc, width = streams.shape
     inner = hc * width
-    split = inner // _SPLITS
-    assert inner % (64 * _SPLITS) == 0
+    splits = _SPLITS if inner % (_STEP * _SPLITS) == 0 else _FEW_SPLITS
+    split = inner // splits
+    assert inner % (_STEP * splits) == 0
     device = streams.device
-    partial = torch.empty(_SPLITS, rows, _COLUMNS.value, dtype=torch.float32, device=device)
-    squares = torch.empty(_SPLITS, rows, dtype=torch.float32, device=device)
-    _partial[(triton.cdiv(rows, _TILE), _SPLITS)](
+    partial = torch.empty(splits, rows, _COLUMNS.value, dtype=torch.float32, device=device)
+    squares = torch.empty(splits, rows, dtype=torch.float32, device=device)
+    _partial[(triton.cdiv(rows, _TILE), splits)](
         streams, fn, partial, squares, rows,
-        K=inner, OUT=fn.shape[1], SPLIT=split, TILE=_TILE, STEP=128 if split % 128 == 0 else 64, num_warps=4,
+        K=inner, OUT=fn.shape[1], SPLIT=split, TILE=_TILE, STEP=128 if split % 128 == 0 else _STEP, num_warps=4,
         num_stages=_STAGES,
     )  # fmt: skip
     pre, post = (torch.empty(rows, hc, dtype=torch.float32, device=device) for _ in range(2))
@@ -107,6 +109,6 @@ def stream_coefficients(
     # A row in one warp: its sums never cross one, and twenty rounds of them are what time goes to.
     _finish[(rows,)](
         partial, squares, scale, base, pre, post, comb, norm_eps, eps, rows,
-        K=inner, HC=hc, SPLITS=_SPLITS, TILE=1, num_warps=1,
+        K=inner, HC=hc, SPLITS=splits, TILE=1, num_warps=1,
     )  # fmt: skip
     return pre, post, comb

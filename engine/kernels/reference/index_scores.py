@@ -15,10 +15,10 @@ def index_scores(
     scores: torch.Tensor,
 ) -> None:
     """Score visible entries; see the kernel for shapes."""
-    each = len(heads) // len(pages)
-    for i, table in enumerate(pages):
-        keys = decode_q4(key_codes[table].flatten(0, 1), key_scales[table].flatten(0, 1))
-        for row in range(i * each, (i + 1) * each):
-            seen = int(visible[row])
-            products = (heads[row].float() @ keys[:seen].T).relu_()
-            scores[row, :seen] = (products * weights[row, :, None]).sum(0)
+    by_sequence = (len(pages), len(heads) // len(pages))
+    keys = decode_q4(key_codes[pages].flatten(1, 2), key_scales[pages].flatten(1, 2))
+    products = torch.einsum("brhw,bnw->brhn", heads.float().unflatten(0, by_sequence), keys).relu_()
+    made = (products * weights.unflatten(0, by_sequence)[..., None]).sum(2).flatten(0, 1)
+    count = keys.shape[1]
+    seen = torch.arange(count, device=heads.device) < visible[:, None]
+    scores[:, :count] = torch.where(seen, made.to(scores.dtype), scores[:, :count])

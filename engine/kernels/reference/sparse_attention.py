@@ -23,16 +23,33 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attend over windows and selected entries; see the kernel for shapes. How work is split means nothing here."""
     assert splits > 0
-    made = torch.empty_like(queries)
-    width, per_page = queries.shape[2], entries.shape[1]
-    for i in range(len(queries)):
-        first = min(max(int(positions[i]) - window + 1, int(floors[i]), 0), int(positions[i]) + 1)
-        seen = torch.arange(first, int(positions[i]) + 1, device=queries.device) % ring.shape[1]
-        rows = ring[record[i], seen]
-        keys = decode_q8(rows[:, :width], rows[:, width:])
-        chosen = selection[i][selection[i] >= 0].long()
-        packed = entries[pages[owner[i]][chosen // per_page], chosen % per_page]
-        keys = torch.cat((keys, decode_q4kv(packed[:, : width // 2], packed[:, width // 2 :])))
-        scores = torch.cat((queries[i].float() @ keys.T * width**-0.5, sink[:, None]), 1)
-        made[i] = turned((scores.softmax(1)[:, :-1] @ keys)[None], cos[i : i + 1], sin[i : i + 1], inverse=True)[0]
-    return made
+    keys, usable = keys_of(queries.shape[2], ring, record, positions, floors, window, entries, pages, owner, selection)
+    scores = torch.einsum("thd,tkd->thk", queries.float(), keys) * queries.shape[2] ** -0.5
+    scores = scores.masked_fill(~usable[:, None], -torch.inf)
+    weights = torch.cat((scores, sink[:, None].expand(*scores.shape[:2], 1)), 2).softmax(2)[..., :-1]
+    return turned(torch.einsum("thk,tkd->thd", weights, keys), cos, sin, inverse=True)
+
+
+def keys_of(
+    width: int,
+    ring: torch.Tensor,
+    record: torch.Tensor,
+    positions: torch.Tensor,
+    floors: torch.Tensor,
+    window: int,
+    entries: torch.Tensor,
+    pages: torch.Tensor,
+    owner: torch.Tensor,
+    selection: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 [t, window + k, D] of what rows may see, zero where they do not, and whether they do."""
+    seen = positions[:, None] - window + 1 + torch.arange(window, device=ring.device)
+    held = ring[record[:, None], seen % ring.shape[1]]
+    chosen = selection.clamp(min=0).long()
+    page = pages[owner[:, None], chosen // entries.shape[1]].long()
+    packed = entries[page, chosen % entries.shape[1]]
+    near = decode_q8(held[..., :width], held[..., width:])
+    far = decode_q4kv(packed[..., : width // 2], packed[..., width // 2 :])
+    usable = torch.cat((seen >= floors.clamp(min=0)[:, None], selection >= 0), 1)
+    # What a row does not see may hold any bytes, NaN among them.
+    return torch.cat((near, far), 1).masked_fill(~usable[..., None], 0), usable

@@ -4,7 +4,8 @@
 import flash_mla
 import torch
 
-from engine.kernels.reference.formats import decode_q4kv, decode_q8, turned
+from engine.kernels.reference.formats import turned
+from engine.kernels.reference.sparse_attention import keys_of
 
 
 def sparse_attention(
@@ -25,20 +26,10 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Return what `engine.kernels.sparse_attention` does; how work is split is its own choice."""
     assert splits > 0
-    rows, _, width = queries.shape
-    per_page = entries.shape[1]
-    seen = positions[:, None] - window + 1 + torch.arange(window, device=queries.device)
-    inside = seen >= floors.clamp(min=0)[:, None]
-    held = ring[record[:, None], seen % ring.shape[1]]
-    chosen = selection.clamp(min=0).long()
-    packed = entries[pages[owner[:, None], chosen // per_page].long(), chosen % per_page]
-    near = decode_q8(held[..., :width], held[..., width:].contiguous())
-    far = decode_q4kv(packed[..., : width // 2], packed[..., width // 2 :].contiguous())
-    usable = torch.cat((inside, selection >= 0), 1)
-    # What is not attended may hold any bytes, NaN among them.
-    keys = torch.cat((near, far), 1).masked_fill(~usable[..., None], 0).bfloat16()
+    width = queries.shape[2]
+    keys, usable = keys_of(width, ring, record, positions, floors, window, entries, pages, owner, selection)
     at = torch.arange(usable.numel(), device=queries.device, dtype=torch.int32).view_as(usable).masked_fill(~usable, -1)
     made, *_ = flash_mla.flash_mla_sparse_fwd(
-        queries, keys.flatten(0, 1)[:, None], at[:, None], width**-0.5, d_v=width, attn_sink=sink
+        queries, keys.bfloat16().flatten(0, 1)[:, None], at[:, None], width**-0.5, d_v=width, attn_sink=sink
     )
-    return turned(made.float(), cos, sin, inverse=True).to(queries.dtype).view(rows, *queries.shape[1:])
+    return turned(made.float(), cos, sin, inverse=True)

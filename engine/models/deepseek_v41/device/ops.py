@@ -11,7 +11,7 @@ from core.errors import ConfigError
 from engine.kernels.ops import PROVIDERS, REFERENCE, Op, Provider, pick
 from engine.models.deepseek_v41.config import V41Config
 
-_SLICES = 64 * 32
+_SLICES = 64 * 8
 """What `stream_coefficients` cuts a row of all streams into."""
 _KEY = 128
 """Index head dim, and entries per page at least, of the index scan."""
@@ -46,7 +46,7 @@ class Ops:
     engram_lookup: Op
     engram_gate: Op
     captured: bool
-    """No op waits for the device: references of four ops loop on the host."""
+    """No op waits for the device: references of five ops do."""
 
 
 def ops_of(
@@ -57,7 +57,6 @@ def ops_of(
     narrow_keys = config.index.head_dim != _KEY or per_page % _KEY != 0
     odd_tiles = config.window % _KEYS_TILE != 0 or config.index.top_k % _KEYS_TILE != 0 or config.num_heads % 16 != 0
     refused = {
-        "commit_ring": config.head_dim % 128 != 0,
         "stream_coefficients": config.mhc.mult * config.hidden_size % _SLICES != 0,
         "index_scores": narrow_keys,
         "block_scores": narrow_keys,
@@ -68,7 +67,7 @@ def ops_of(
         return REFERENCE.load(op) if refused.get(op) else pick(op, device, providers)
 
     found = {name: of(name) for name in Ops.__dataclass_fields__ if name != "captured"}
-    waiting = ("index_scores", "sparse_attention", "experts_up", "experts_down", "store_window", "sort_routes")
+    waiting = ("commit_ring", "experts_up", "experts_down", "store_window", "sort_routes")
     is_captured = not any(found[op] is REFERENCE.load(op) for op in waiting)
     return Ops(**found, captured=is_captured)
 
