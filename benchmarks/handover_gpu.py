@@ -2,7 +2,7 @@
 
     python -m benchmarks.handover_gpu --out DIR [--gpus 1|2] [--models tiny-llama v41-tiny] [--commit HASH] [--parts ...]
 
-Parts: `link` (each way between two processes beside a plain copy), `table` (a gather whose rows are half a peer's), `tokens`
+Parts: `link` (each way between two processes beside a plain copy), `table` (a gather and expert products, half a peer's), `tokens`
 (equal to one worker's), `overlap` (first and second token with pulls chunk by chunk and at the end), `load` (1P1D against two
 workers that do both), `kill` (-9, of a prefill worker). All clusters are started side by side, then asked in turn. Goes on
 after a failure, prints everything, and writes the record again after each part.
@@ -126,8 +126,10 @@ async def _link_to(bench: Bench, target: int) -> object:
 
 
 async def table(bench: Bench) -> object:
-    """A gather through a table of addresses, half of which are the other GPU's."""
-    return await asyncio.to_thread(handover_table.gather, bench.options.gpus - 1)
+    """A gather and a grouped product through tables of addresses, half of which are the other GPU's."""
+    peer = bench.options.gpus - 1
+    gathered = await asyncio.to_thread(handover_table.gather, peer)
+    return gathered | {"experts": await asyncio.to_thread(handover_table.products, peer)}
 
 
 def prompts(model: str, count: int) -> list[list[int]]:

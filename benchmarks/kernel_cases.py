@@ -21,6 +21,7 @@ from benchmarks.kernel_cases_sampling import CASES_SAMPLING
 from benchmarks.kernel_cases_v41 import V41_CASES
 from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
 from engine.kernels.reference.sort_routes import sort_routes
+from engine.kernels.shards import Shards, shards_of
 
 EPS = 1e-20
 Size = dict[str, int]
@@ -65,13 +66,13 @@ def _store_window(g: torch.Generator, size: Size) -> Inputs:
 
 
 def _commit_ring(g: torch.Generator, size: Size) -> Inputs:
-    k, ring = size["k"], 134
-    rows = poisoned(size["records"], ring, 528, stride=40 * ring * 528, device=g.device)
-    source = torch.randint(0, 255, (2 * k, 528), dtype=torch.uint8, generator=g, device=g.device)
+    k, ring, width = size["k"], 134, size.get("w", 528)
+    rows = poisoned(size["records"], ring, width, stride=40 * ring * width, device=g.device)
+    source = torch.randint(0, 255, (2 * k, width), dtype=torch.uint8, generator=g, device=g.device)
     tokens = torch.randperm(2 * k, generator=g, device=g.device)[:k]
     record, at = places(g, k, size["records"], ring)
     record[3::5] = -1
-    return Inputs((source, tokens, record, at + 2 * ring, rows), written=(4,), least_bytes=k * (2 * 528 + 24))
+    return Inputs((source, tokens, record, at + 2 * ring, rows), written=(4,), least_bytes=k * (2 * width + 24))
 
 
 def _store_entries(g: torch.Generator, size: Size) -> Inputs:
@@ -167,12 +168,14 @@ def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, 
     return *sort_routes(chosen, experts), weight
 
 
-def fp4_weights(g: torch.Generator, experts: int, out: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tiled random weights of a size that keeps products near one."""
+def fp4_weights(g: torch.Generator, size: Size, out: int, inner: int) -> Shards:
+    """Return tiled random weights of a size that keeps products near one, in as many buffers as there are shards."""
+    experts, each = size["e"], -(-size["e"] // size.get("shards", 1))
     codes = torch.randint(0, 256, (experts, out, inner // 2), dtype=torch.uint8, generator=g, device=g.device)
     low = 124 - int(inner).bit_length() // 2
     shape = (experts, out, inner // 32)
-    return tiled(codes, torch.randint(low, low + 3, shape, dtype=torch.uint8, generator=g, device=g.device))
+    whole = tiled(codes, torch.randint(low, low + 3, shape, dtype=torch.uint8, generator=g, device=g.device))
+    return shards_of(*([part.clone() for part in one.split(each)] for one in whole), g.device)
 
 
 def _sort_routes(g: torch.Generator, size: Size) -> Inputs:
@@ -184,24 +187,22 @@ def _experts_up(g: torch.Generator, size: Size) -> Inputs:
     d, inner = size["d"], size["i"]
     codes, scales = q8(normal(g, size["t"], d))
     order, offsets, weight = routed(g, size)
-    w, ws = fp4_weights(g, size["e"], 2 * inner, d)
+    w = fp4_weights(g, size, 2 * inner, d)
     pairs = int(offsets[-1])
     used = int((offsets[1:] > offsets[:-1]).sum())
-    moved = size_of(codes, scales) + (size_of(w, ws) // size["e"]) * used + pairs * inner * 33 // 32
-    return Inputs(
-        (codes, scales, order, offsets, w, ws, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner
-    )
+    moved = size_of(codes, scales) + (size_of(*w.codes, *w.scales) // size["e"]) * used + pairs * inner * 33 // 32
+    return Inputs((codes, scales, order, offsets, w, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner)
 
 
 def _experts_down(g: torch.Generator, size: Size) -> Inputs:
     d, inner = size["d"], size["i"]
     order, offsets, _ = routed(g, size)
     codes, scales = q8(normal(g, len(order), inner))
-    w, ws = fp4_weights(g, size["e"], d, inner)
+    w = fp4_weights(g, size, d, inner)
     pairs = int(offsets[-1])
     used = int((offsets[1:] > offsets[:-1]).sum())
-    moved = size_of(codes, scales) + (size_of(w, ws) // size["e"]) * used + pairs * d * 2
-    return Inputs((codes, scales, order, offsets, w, ws), least_bytes=moved, flops=2.0 * pairs * d * inner)
+    moved = size_of(codes, scales) + (size_of(*w.codes, *w.scales) // size["e"]) * used + pairs * d * 2
+    return Inputs((codes, scales, order, offsets, w), least_bytes=moved, flops=2.0 * pairs * d * inner)
 
 
 def _owned(check: Check) -> Check:
@@ -268,7 +269,7 @@ CASES = (
         "commit_ring",
         _commit_ring,
         (exact,),
-        small=({"k": 1, "records": 1}, {"k": 7, "records": 2}),
+        small=({"k": 1, "records": 1}, {"k": 7, "records": 2}, {"k": 5, "records": 2, "w": 66}),
         large=({"k": 134, "records": 256}, {"k": 8192, "records": 256}),
     ),
     Case(
@@ -290,7 +291,7 @@ CASES = (
         "stream_coefficients",
         _stream_coefficients,
         (FLOAT, FLOAT, FLOAT),
-        small=({"t": 3, "d": 512},),
+        small=({"t": 3, "d": 512}, {"t": 2, "d": 128}),
         large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}),
     ),
     Case(
@@ -338,17 +339,17 @@ CASES = (
         "experts_up",
         _experts_up,
         (_owned(few_bytes(0.02)), _owned(few_bytes(0.01))),
-        small=({"t": 5, "k": 2, "e": 3, "d": 256, "i": 64},),
+        small=({"t": 5, "k": 2, "e": 3, "d": 256, "i": 64}, {"t": 5, "k": 2, "e": 3, "d": 128, "i": 64, "shards": 2}),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
-        compiled=({"t": 16, "k": 2, "e": 2, "d": 1024, "i": 512},),
+        compiled=tuple({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
     ),
     Case(
         "experts_down",
         _experts_down,
         (SUM,),
-        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 256},),
+        small=({"t": 5, "k": 2, "e": 3, "d": 128, "i": 256}, {"t": 5, "k": 2, "e": 3, "d": 128, "i": 128, "shards": 2}),
         large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256)),
-        compiled=({"t": 16, "k": 2, "e": 2, "d": 1024, "i": 512},),
+        compiled=tuple({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
     ),
     Case(
         "sparse_attention",

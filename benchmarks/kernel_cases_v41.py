@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.kernel_case import Case, Inputs, close, exact, few_bytes, normal, poisoned, size_of, turns
 from engine.kernels.reference.formats import decode_q4, q4, q8
-from engine.kernels.shards import NgramColumns, table_shards
+from engine.kernels.shards import NgramColumns, shards_of
 
 Size = dict[str, int]
 EPS = 1e-20
@@ -91,7 +91,7 @@ def _engram_lookup(g: torch.Generator, size: Size) -> Inputs:
     cut = -(-total // size["shards"])
     if size.get("host"):
         codes, scales = (part.cpu().pin_memory() for part in (codes, scales))
-    table = table_shards(codes.split(cut), scales.split(cut), device)
+    table = shards_of(codes.split(cut), scales.split(cut), device)
     multipliers = 2 * torch.randint(0, 46539438283891, (4,), generator=g, device=device) + 1
     token_map = torch.randint(0, 99092, (vocab,), generator=g, device=device)
     columns = NgramColumns(multipliers, heights, offsets, 7)

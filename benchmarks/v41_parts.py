@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernel_cases_v41 import e4m3_weight
 from engine.kernels.reference.formats import thirds
-from engine.kernels.shards import NgramColumns, table_shards
+from engine.kernels.shards import NgramColumns, Shards, shards_of
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.parts import (
     Asking,
@@ -109,16 +109,16 @@ class RandomParts:
             asking=asking,
         )
 
-    def _tiles(self, experts: int, out: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tiles(self, experts: int, out: int, inner: int) -> Shards:
         """Return tiled weights: any words and middling scales are some weight."""
         tiles = (experts, out // 64, inner // 128)
         words = torch.randint(
             -(2**31), 2**31, (*tiles, 64, 16), dtype=torch.int32, generator=self._g, device=self._device
         )
         low = 124 - int(inner).bit_length() // 2
-        return words, torch.randint(
-            low, low + 3, (*tiles, 64, 4), dtype=torch.uint8, generator=self._g, device=self._device
-        )
+        shape = (*tiles, 64, 4)
+        scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, generator=self._g, device=self._device)
+        return shards_of([words], [scales], self._device)
 
     def _moe(self, experts: int) -> MoeParts:
         width, inner = self._config.hidden_size, self._config.moe.inner_size
@@ -126,8 +126,8 @@ class RandomParts:
         return MoeParts(
             self._half(experts, width),
             0.05 * self._randn(2, experts),
-            *self._tiles(experts, 2 * padded, width),
-            *self._tiles(experts, width, padded),
+            self._tiles(experts, 2 * padded, width),
+            self._tiles(experts, width, padded),
             shared_w13=self._dense(2 * inner, width),
             shared_w2=self._dense(width, inner),
         )
@@ -142,7 +142,7 @@ class RandomParts:
         multipliers, primes, offsets, pad = self._hash.columns(number)
         hc, width = config.mhc.mult, config.hidden_size
         return EngramParts(
-            table_shards([codes], [scales], self._device),
+            shards_of([codes], [scales], self._device),
             NgramColumns(multipliers.to(self._device), primes.to(self._device), offsets.to(self._device), pad),
             self._dense((hc + 1) * width, engram.num_columns * engram.head_dim),
             self._norm(hc, width),

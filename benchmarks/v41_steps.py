@@ -48,7 +48,7 @@ def floor_bytes(config: V41Config, parts: ModelParts, rows: int, each: int, leng
 
     def held(layer: LayerParts) -> float:
         moe = layer.moe
-        experts = sum(part.nbytes for part in (moe.w13, moe.w13_scales, moe.w2, moe.w2_scales))
+        experts = sum(part.nbytes for part in tensors_of((moe.w13, moe.w2)))
         tables = sum(t.nbytes for t in tensors_of(layer.engram.table)) if layer.engram else 0
         return sum(t.nbytes for t in tensors_of(layer)) - experts - tables + experts * hit
 

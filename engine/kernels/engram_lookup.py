@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.shards import NgramColumns, TableShards
+from engine.kernels.shards import NgramColumns, Shards
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _engram_lookup(
 
 
 def engram_lookup(
-    ngrams: torch.Tensor, token_map: torch.Tensor, columns: NgramColumns, table: TableShards
+    ngrams: torch.Tensor, token_map: torch.Tensor, columns: NgramColumns, table: Shards
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return e4m3 codes uint8 [t, c width] and e8m0 scales uint8 [t, c width / 32] of the c columns of t tokens.
 
@@ -55,7 +55,7 @@ def engram_lookup(
     if rows:
         _engram_lookup[(rows, count)](
             ngrams, token_map, columns.multipliers, columns.primes, columns.offsets, table.addresses, codes, scales,
-            columns.pad, table.rows_each, table.addresses.shape[1],
+            columns.pad, table.each, table.addresses.shape[1],
             LENGTH=length, EACH=count // (length - 1), WIDTH=width, GROUPS=width // 32, num_warps=1,
         )  # fmt: skip
     return codes, scales

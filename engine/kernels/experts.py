@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import UNPLANED, arranged_planes, e4m3_value, plane_scale, power
+from engine.kernels.shards import Shards
 
 
 @triton.jit
@@ -45,6 +46,26 @@ def tile_of(OFFSETS, tile, E: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.cons
     first = tl.sum(tl.where(at == expert, begin, 0), axis=0) + (tile - before) * TILE
     last = tl.sum(tl.where(at == expert, end, 0), axis=0)
     return expert, first, tl.minimum(last, first + TILE)
+
+
+@triton.jit
+def shard_of(W, WS, expert, each, SHARDED: tl.constexpr):
+    """Return where words and scales of an expert's shard begin, and its number there; SHARDED: `W` and `WS` are tables."""
+    if SHARDED:
+        shard = expert // each
+        # An allocation is aligned; said, so that tiles are fetched by 16 bytes as without a table.
+        words = tl.multiple_of(tl.load(W + shard).to(tl.pointer_type(tl.int32)), 16)
+        scales = tl.multiple_of(tl.load(WS + shard).to(tl.pointer_type(tl.uint8)), 16)
+        return words, scales, expert - shard * each
+    else:
+        return W, WS, expert
+
+
+def places_of(weights: Shards) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `W` and `WS` of `shard_of`: one shard is read without a table."""
+    if len(weights.codes) == 1:
+        return weights.codes[0], weights.scales[0]
+    return weights.addresses[0], weights.addresses[1]
 
 
 @triton.jit

@@ -7,14 +7,15 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import q8_code
-from engine.kernels.experts import add_product, columns_tile, max_tiles, planes, tile_of
+from engine.kernels.experts import add_product, columns_tile, max_tiles, places_of, planes, shard_of, tile_of
+from engine.kernels.shards import Shards
 
 
 @triton.jit
 def _experts_up(
-    X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit,
+    X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit, each,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, SHARDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
@@ -23,20 +24,21 @@ def _experts_up(
         pair = tl.load(ORDER + place, mask=exists, other=0)
         token = (pair // TOP_K).to(tl.int64)
         inner = tl.program_id(0) * 64
-        block = expert.to(tl.int64) * (2 * INNER // 64) + tl.program_id(0)
+        words, scales, held = shard_of(W, WS, expert, each, SHARDED)
+        block = held.to(tl.int64) * (2 * INNER // 64) + tl.program_id(0)
         total = tl.zeros((128, TILE), tl.float32)
         for start in tl.range(0, K, 128):
-            total = add_product(total, W, WS, X, block, INNER // 64, token, exists, start, K, PTX)
+            total = add_product(total, words, scales, X, block, INNER // 64, token, exists, start, K, PTX)
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, 64, TILE)), (1, 2, 0)))
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
         weight = tl.load(ROUTE + pair, mask=exists, other=0.0)
         made = (gate * tl.sigmoid(gate) * up * weight[None, :]).to(tl.bfloat16).to(tl.float32)
-        codes, scales = q8_code(tl.reshape(tl.trans(made), (TILE, 2, 32)))
+        codes, made_scales = q8_code(tl.reshape(tl.trans(made), (TILE, 2, 32)))
         out = H + place[:, None].to(tl.int64) * INNER + inner + tl.arange(0, 64)
         tl.store(out, tl.reshape(codes, (TILE, 64)), mask=exists[:, None])
         out = HS + place[:, None].to(tl.int64) * (INNER // 32) + inner // 32 + tl.arange(0, 2)
-        tl.store(out, scales.to(tl.uint8), mask=exists[:, None])
+        tl.store(out, made_scales.to(tl.uint8), mask=exists[:, None])
 
 
 def experts_up(
@@ -44,26 +46,26 @@ def experts_up(
     scales: torch.Tensor,
     order: torch.Tensor,
     offsets: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scales: torch.Tensor,
+    w13: Shards,
     route_weights: torch.Tensor,
     limit: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return e4m3 codes uint8 [t k, I] and e8m0 scales [t k, I / 32] of sorted pairs: what `experts_down` reads.
 
     `codes` uint8 [t, d], `scales` uint8 [t, d / 32]: rows as a quantized linear reads them; `order` [t k], `offsets`
-    [E + 1] of `sort_routes`; `w13` [E, 2 I / 64, d / 128, 64, 16] and `w13_scales` of `reference.formats.tiled`, gates first;
-    `route_weights` float32 [t, k]. d is a multiple of 128, I of 64. Places that no expert owns are
+    [E + 1] of `sort_routes`; `w13` [E, 2 I / 64, d / 128, 64, 16] and scales of `reference.formats.tiled`, gates first, whose
+    shards may lie in several buffers; `route_weights` float32 [t, k]. d is a multiple of 128, I of 64. Places that no expert owns are
     not written. Scales of weights are within 2^-65 and 2^61, as are those of rows.
     """
-    experts, inner, width = w13.shape[0], w13.shape[1] * 32, codes.shape[1]
+    experts, inner, width = w13.count, w13.codes[0].shape[1] * 32, codes.shape[1]
     pairs = len(order)
     made = torch.empty(pairs, inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.empty(pairs, inner // 32, dtype=torch.uint8, device=codes.device)
     tile = columns_tile(pairs, experts)
     _experts_up[(inner // 64, max_tiles(pairs, experts, tile))](
-        planes(codes, scales), order, offsets, w13, w13_scales, route_weights, made, made_scales, limit,
+        planes(codes, scales), order, offsets, *places_of(w13), route_weights, made, made_scales, limit,
+        w13.each,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
-        TILE=tile, PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
+        TILE=tile, SHARDED=len(w13.codes) > 1, PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return made, made_scales

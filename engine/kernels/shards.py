@@ -1,6 +1,6 @@
-"""What a look-up of n-grams is told besides the tokens: the hash of a layer, and the shards of its table.
+"""Weights that lie in several pieces of memory, and the hash of a layer's n-grams.
 
-A shard may lie on the device that gathers, on another one that it can read, or in pinned host memory: kernels get
+A shard may lie on the device that reads, on another one that it can read, or in pinned host memory: kernels get
 addresses, references the tensors. Knows no model.
 """
 
@@ -22,20 +22,25 @@ class NgramColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class TableShards:
-    """A table of e4m3 rows, cut into shards of `rows_each` rows (the last may have fewer)."""
+class Shards:
+    """A table of e4m3 rows, or experts in tiles, cut along the first axis into shards of `each` (the last may have fewer)."""
 
-    codes: tuple[torch.Tensor, ...]  # uint8 [rows, width] each
-    scales: tuple[torch.Tensor, ...]  # uint8 [rows, width / 32] each
-    addresses: torch.Tensor  # int64 [2, shards] of codes and scales, on the device that gathers
-    rows_each: int
+    codes: tuple[torch.Tensor, ...]  # uint8 [rows, width], or int32 words of experts
+    scales: tuple[torch.Tensor, ...]  # uint8 [rows, width / 32], or of experts
+    addresses: torch.Tensor  # int64 [2, shards] of codes and scales, on the device that reads
+    each: int
+
+    @property
+    def count(self) -> int:
+        """Rows, or experts."""
+        return sum(map(len, self.codes))
 
 
-def table_shards(codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], device: torch.device) -> TableShards:
+def shards_of(codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], device: torch.device) -> Shards:
     """Return shards that kernels on `device` can read; all but the last must be equally long."""
     each = len(codes[0])
     assert all(len(part) == each for part in codes[:-1])
     assert len(codes[-1]) <= each
     assert all(part.is_contiguous() for part in (*codes, *scales))
     addresses = torch.tensor([[part.data_ptr() for part in parts] for parts in (codes, scales)], device=device)
-    return TableShards(tuple(codes), tuple(scales), addresses, each)
+    return Shards(tuple(codes), tuple(scales), addresses, each)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.kernels.shards import NgramColumns, TableShards
+from engine.kernels.shards import NgramColumns, Shards
 
 
 def engram_lookup(
-    ngrams: torch.Tensor, token_map: torch.Tensor, columns: NgramColumns, table: TableShards
+    ngrams: torch.Tensor, token_map: torch.Tensor, columns: NgramColumns, table: Shards
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the table rows of every token's n-grams; see the kernel for shapes."""
     alive = (ngrams >= 0).cumprod(1).bool()
@@ -20,7 +20,7 @@ def engram_lookup(
         part = slice((i - 1) * each, i * each)
         found.append(mixed % columns.primes[part] + columns.offsets[part])
     rows = torch.cat(found, 1)
-    return _rows(table.codes, rows, table.rows_each), _rows(table.scales, rows, table.rows_each)
+    return _rows(table.codes, rows, table.each), _rows(table.scales, rows, table.each)
 
 
 def _rows(shards: Sequence[torch.Tensor], rows: torch.Tensor, rows_each: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 
 from engine.kernels.reference.formats import decode_q4, decode_q8, untiled
+from engine.kernels.shards import Shards
 
 
 def experts_down(
@@ -12,13 +13,12 @@ def experts_down(
     scales: torch.Tensor,
     order: torch.Tensor,
     offsets: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scales: torch.Tensor,
+    w2: Shards,
 ) -> torch.Tensor:
     """Return every pair's contribution bfloat16 [t k, d]; see the kernel."""
-    w2, w2_scales = untiled(w2, w2_scales)
+    words, word_scales = untiled(torch.cat(w2.codes), torch.cat(w2.scales))
     rows = decode_q8(codes, scales)
-    made = rows.new_zeros(len(order), w2.shape[1])
+    made = rows.new_zeros(len(order), words.shape[1])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        made[order[begin:end].long()] = rows[begin:end] @ decode_q4(w2[expert], w2_scales[expert]).T
+        made[order[begin:end].long()] = rows[begin:end] @ decode_q4(words[expert], word_scales[expert]).T
     return made.bfloat16()

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.reference.formats import decode_q4, decode_q8, q8, untiled
+from engine.kernels.shards import Shards
 
 
 def experts_up(
@@ -13,15 +14,14 @@ def experts_up(
     scales: torch.Tensor,
     order: torch.Tensor,
     offsets: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scales: torch.Tensor,
+    w13: Shards,
     route_weights: torch.Tensor,
     limit: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inner activations of sorted pairs, quantized; see the kernel for shapes."""
     top_k = route_weights.shape[1]
-    inner = w13.shape[1] * 32
-    w13, w13_scales = untiled(w13, w13_scales)
+    words, word_scales = untiled(torch.cat(w13.codes), torch.cat(w13.scales))
+    inner = words.shape[1] // 2
     made = torch.zeros(len(order), inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.zeros(len(order), inner // 32, dtype=torch.uint8, device=codes.device)
     borders = offsets.tolist()
@@ -30,7 +30,7 @@ def experts_up(
             continue
         pairs = order[begin:end].long()
         x = decode_q8(codes[pairs // top_k], scales[pairs // top_k])
-        gate, up = (x @ decode_q4(w13[expert], w13_scales[expert]).T).chunk(2, 1)
+        gate, up = (x @ decode_q4(words[expert], word_scales[expert]).T).chunk(2, 1)
         weight = route_weights.flatten()[pairs, None]
         inside = functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight
         made[begin:end], made_scales[begin:end] = q8(inside.bfloat16())

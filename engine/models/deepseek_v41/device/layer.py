@@ -120,10 +120,8 @@ class DeviceMoe:
             logits, parts.bias, kinds, self._top_k, config.gate_temp, self._eps, config.route_scale
         )
         order, offsets = ops.sort_routes(experts, len(parts.gate))
-        inner = ops.experts_up(
-            inputs.codes, inputs.scales, order, offsets, parts.w13, parts.w13_scales, weights, config.swiglu_limit
-        )
-        made = ops.experts_down(*inner, order, offsets, parts.w2, parts.w2_scales)
+        inner = ops.experts_up(inputs.codes, inputs.scales, order, offsets, parts.w13, weights, config.swiglu_limit)
+        made = ops.experts_down(*inner, order, offsets, parts.w2)
         shared = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.shared_w13), fixed=fixed)
         shared = ops.swiglu_quantize(shared, config.swiglu_limit)
         return ops.combine_experts(made, ops.dense_linear(*shared, *bits_of(parts.shared_w2), fixed=fixed))

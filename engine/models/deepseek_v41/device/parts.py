@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from engine.kernels.shards import NgramColumns, TableShards
+from engine.kernels.shards import NgramColumns, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,8 @@ class MoeParts:
 
     gate: torch.Tensor  # bfloat16 [E, d]
     bias: torch.Tensor  # float32 [2, E] of text rows and of image rows
-    w13: torch.Tensor
-    w13_scales: torch.Tensor
-    w2: torch.Tensor
-    w2_scales: torch.Tensor
+    w13: Shards
+    w2: Shards
     shared_w13: Dense
     shared_w2: Dense
 
@@ -80,7 +78,7 @@ class MoeParts:
 class EngramParts:
     """N-gram memory of one layer."""
 
-    table: TableShards
+    table: Shards
     columns: NgramColumns
     wkv: Dense  # [1, (hc + 1) d, columns * head dim]
     weight: torch.Tensor  # float32 [hc, d]: both norm weights, multiplied
@@ -144,7 +142,7 @@ def memory_bytes(parts: ModelParts) -> dict[str, int]:
 
     stages = parts.draft.stages if parts.draft else ()
     layers = (*parts.layers, *stages)
-    experts = sum(held(p.moe.w13, p.moe.w13_scales, p.moe.w2, p.moe.w2_scales) for p in layers)
+    experts = sum(held(p.moe.w13, p.moe.w2) for p in layers)
     tables = sum(held(p.engram.table.codes, p.engram.table.scales) for p in layers if p.engram is not None)
     ends = held(parts.embed, parts.head)
     return {"experts": experts, "tables": tables, "ends": ends, "rest": held(parts) - experts - tables - ends}

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.reference.formats import thirds, tiled
-from engine.kernels.shards import NgramColumns, table_shards
+from engine.kernels.shards import NgramColumns, Shards, shards_of
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.parts import (
     Asking,
@@ -138,21 +138,21 @@ class _Reader:
         w13, w13_scales = (_padded_halves(part, inner, missing) for part in (packed.w13, packed.w13_scales))
         w2 = functional.pad(packed.w2, (0, missing // 2))
         w2_scales = functional.pad(packed.w2_scales, (0, missing // 32), value=_ONE)
-        up = tiled(w13.to(self._device), w13_scales.to(self._device))
-        down = tiled(w2.to(self._device), w2_scales.to(self._device))
         bias = self._wide.float(f"{at}.gate.bias")
         image = self._wide.float(f"{at}.gate.bias_vl") if config.moe.image_bias else bias
         shared = f"{at}.shared_experts"
         return MoeParts(
             gate=self._half(f"{at}.gate.weight"),
             bias=torch.stack((bias, image)).to(self._device),
-            w13=up[0],
-            w13_scales=up[1],
-            w2=down[0],
-            w2_scales=down[1],
+            w13=self._experts(w13, w13_scales),
+            w2=self._experts(w2, w2_scales),
             shared_w13=self._dense(f"{shared}.w1", f"{shared}.w3"),
             shared_w2=self._dense(f"{shared}.w2"),
         )
+
+    def _experts(self, packed: torch.Tensor, scales: torch.Tensor) -> Shards:
+        words, spread = tiled(packed.to(self._device), scales.to(self._device))
+        return shards_of([words], [spread], self._device)
 
     def _engram(self, at: str, plan: LayerPlan) -> EngramParts:
         assert self._hash is not None
@@ -162,7 +162,7 @@ class _Reader:
         multipliers, primes, offsets, pad = self._hash.columns(number)
         weight = self._wide.plain(f"{at}.q_weight") * self._wide.plain(f"{at}.k_weight")
         return EngramParts(
-            table=table_shards(table[:1], table[1:], self._device),
+            table=shards_of(table[:1], table[1:], self._device),
             columns=NgramColumns(multipliers.to(self._device), primes.to(self._device), offsets.to(self._device), pad),
             wkv=self._dense(f"{at}.wkv"),
             weight=weight.to(self._device),
