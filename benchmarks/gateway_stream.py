@@ -252,6 +252,7 @@ class Streams:
     def __init__(self, port: int, path: str, payload: dict[str, Any], num_streams: int) -> None:
         self._poll = select.epoll()
         self._links: dict[int, socket.socket] = {}
+        self._begun: set[int] = set()
         self.num_bytes = 0
         self.num_events = 0
         for number in range(num_streams):
@@ -272,7 +273,17 @@ class Streams:
             for number, _ in self._poll.poll(min(left, 0.05)):
                 data = self._links[number].recv(1 << 16)
                 self.num_bytes += len(data)
-                self.num_events += data.count(b"data: ")
+                if events := data.count(b"data: "):
+                    self.num_events += events
+                    self._begun.add(number)
+
+    def all_begun(self, within_s: float) -> None:
+        """Read until every stream has its first event; TimeoutError if one has none."""
+        end = time.monotonic() + within_s
+        while len(self._begun) < len(self._links):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(self._begun)} of {len(self._links)} streams began")
+            self.read_for(0.1)
 
     def close(self) -> None:
         """Leave all streams."""
@@ -282,11 +293,12 @@ class Streams:
 
 
 def measure(port: int, case: str, num_streams: int, seconds: float) -> dict[str, float]:
-    """One run: open, warm up, measure, leave."""
+    """One run: open, let all begin, measure, leave."""
     _, tokens_open, _ = read_cpu(port)
     streams = Streams(port, *CASES[case], num_streams)
     try:
-        streams.read_for(1.0)
+        streams.all_begun(60.0)
+        streams.read_for(0.5)
         cpu, tokens, behind = read_cpu(port)
         seen_bytes = streams.num_bytes
         streams.read_for(seconds)
