@@ -68,12 +68,12 @@ def fence_of(api: KubernetesApi) -> int:
 
 
 async def scale(actuator: KubernetesActuator, role: str, count: int, fence: int, report: Progress) -> None:
-    """Bring one pool to a size; who leaves drains first, the youngest names last."""
+    """Bring one pool to a size; who leaves drains first. Those go that do not serve yet, then the last names."""
     if role not in ROLES:
         raise ConfigError(f"there is no pool {role!r}; the pools are prefill and decode")
     await actuator.ensure(role, count, fence=fence)
-    staying = [i.id for i in await actuator.list() if i.role == role and i.state != "draining"]
-    for worker in staying[count:]:
+    staying = [i for i in await actuator.list() if i.role == role and i.state != "draining"]
+    for worker in [i.id for i in sorted(staying, key=lambda i: i.state != "ready")][count:]:
         report(f"{worker}: draining")
         await actuator.remove(worker, fence=fence)
         report(f"{worker}: gone")

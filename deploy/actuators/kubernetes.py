@@ -26,6 +26,8 @@ POLL_S = 0.5
 NOT_READY_S = 30.0
 """How long a pod may take to show that it drains; its readiness probe needs 6 s."""
 ATTEMPTS = 5
+COMING = {"starting", "backoff"}
+"""States of pods that a ReplicaSet deletes first."""
 
 
 class KubernetesActuator:
@@ -63,6 +65,8 @@ class KubernetesActuator:
         if pod is None or pod["metadata"].get("deletionTimestamp"):
             return
         role = str(pod["metadata"]["labels"][ROLE_LABEL])
+        if is_ready(pod):
+            await self._wait_for_others(role, worker_id)
         await self._mark(worker_id, LEAVING_COST)
         try:
             await self._drain(pod)
@@ -78,6 +82,17 @@ class KubernetesActuator:
 
     def describe(self) -> dict[str, object]:
         return {"place": "k8s", "namespace": self._namespace}
+
+    async def _wait_for_others(self, role: str, chosen: str) -> None:
+        """Wait until no other pod of a pool is on its way: it would be deleted before one that was ready and drained."""
+        end = self._clock.now() + self._remove_timeout_s
+        while coming := [i for i in await self.list() if i.role == role and i.id != chosen and i.state in COMING]:
+            if self._clock.now() > end or coming[0].state == "backoff":
+                raise ConfigError(
+                    f"{coming[0].id} is not ready ({coming[0].reason or coming[0].state}), and Kubernetes would remove "
+                    f"it instead of {chosen}; remove that one, or wait until it serves"
+                )
+            await asyncio.sleep(self._poll_s)
 
     async def _mark(self, worker_id: str, cost: str | None) -> None:
         """Set or take back the mark of a pod that is chosen to leave."""

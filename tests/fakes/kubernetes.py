@@ -21,6 +21,7 @@ class FakeKubernetesApi:
         self.numbers = itertools.count(1)
         self.deleted = []
         self.honours_cost = True
+        self.starts_ready = True
         self.before_put = None
         """Called before each write: another writer's chance."""
 
@@ -84,6 +85,6 @@ class FakeKubernetesApi:
             "status": {
                 "phase": "Running",
                 "podIP": f"10.0.0.{number}",
-                "conditions": [{"type": "Ready", "status": "True"}],
+                "conditions": [{"type": "Ready", "status": str(self.starts_ready)}],
             },
         }

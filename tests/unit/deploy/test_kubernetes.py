@@ -44,6 +44,43 @@ async def test_without_a_drain_another_pod_would_go():
     assert api.deleted == ["decode-3"]
 
 
+async def with_one_that_starts(**changes):
+    """Three decode pods, the last of which is not ready yet; Kubernetes 1.20, which knows no cost."""
+    api = FakeKubernetesApi()
+    api.honours_cost = False
+    actuator = an_actuator(api, **changes)
+    await actuator.ensure("decode", 2, fence=1)
+    api.starts_ready = False
+    await actuator.ensure("decode", 3, fence=1)
+    return api, actuator
+
+
+async def test_a_pod_that_starts_is_not_removed_instead_of_the_one_that_drains():
+    api, actuator = await with_one_that_starts()
+    removing = asyncio.create_task(actuator.remove("decode-1", fence=1))
+    await asyncio.sleep(0.05)
+    assert not removing.done()
+    assert [i.state for i in await actuator.list()] == ["ready", "ready", "starting"], "nobody drains in vain"
+    api.pods["decode-3"]["status"]["conditions"][0]["status"] = "True"
+    await removing
+    assert api.deleted == ["decode-1"]
+
+
+async def test_a_pod_that_crashes_is_named_instead_of_waited_for():
+    api, actuator = await with_one_that_starts()
+    api.pods["decode-3"]["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]
+    with pytest.raises(ConfigError, match=r"decode-3 is not ready \(CrashLoopBackOff\)"):
+        await actuator.remove("decode-1", fence=1)
+    await actuator.remove("decode-3", fence=1)
+    assert api.deleted == ["decode-3"]
+
+
+async def test_a_smaller_pool_lets_those_go_first_that_do_not_serve_yet():
+    api, actuator = await with_one_that_starts()
+    await scale(actuator, "decode", 2, 1, lambda _: None)
+    assert api.deleted == ["decode-3"]
+
+
 async def ignored(_pod):
     pass
 
