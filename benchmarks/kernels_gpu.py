@@ -7,17 +7,15 @@ rate, both measured in the same run.
 """
 
 import argparse
-import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import triton
 
+from benchmarks.engine_parts import write_gpu_record
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
 from benchmarks.kernel_checks import check, provider_named, serves
@@ -90,7 +88,8 @@ def main() -> int:
     limits = {"copy": copy_bandwidth(), **matmul_flops()}
     torch.cuda.empty_cache()
     print("limits", {k: f"{v:.4g}" for k, v in limits.items()}, flush=True)
-    rows = []
+    rows: list[dict[str, object]] = []
+    note = f"one process; median and 90th percentile of {REPLAYS} graph replays over rotating inputs; limits measured in the run"
     for case in CASES:
         wanted = serves(provider, case.op) and case.op in (options.ops or (case.op,))
         for size in case.large if wanted else ():
@@ -99,19 +98,8 @@ def main() -> int:
             except Exception:  # noqa: BLE001 - one kernel's failure must not cost the others' run
                 rows.append({"op": case.op, "size": size, "failed": traceback.format_exc()[-1500:]})
             print(shown(rows[-1]), flush=True)
-    gpu = torch.cuda.get_device_properties(0)
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.kernels_gpu", *sys.argv[1:]]),
-        "commit": options.commit,
-        "machine": {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
-                    "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]},
-        "note": f"one process; median and 90th percentile of {REPLAYS} graph replays over rotating inputs; limits measured in the run",
-        "limits_per_s": limits,
-        "seconds": time.perf_counter() - begun,
-        "result": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+            seconds = time.perf_counter() - begun
+            write_gpu_record(options.out, options.commit, note, rows, limits_per_s=limits, seconds=seconds)
     return 1 if any("wrong" in row or "failed" in row for row in rows) else 0
 
 
