@@ -1,4 +1,7 @@
-"""A live cluster with a controller and a load step: the pool grows, shrinks again by draining, and no request fails."""
+"""A live cluster with a controller and a load step: the pool grows, shrinks again by draining, and no request fails.
+
+The controller that let it grow is killed (-9): another one follows.
+"""
 
 import asyncio
 import json
@@ -42,6 +45,8 @@ def test_a_load_step_grows_the_decode_pool_and_its_end_drains_it_again(tmp_path)
         thread.start()
         try:
             wait_for(lambda: len(cluster.processes("decode")) >= 2, 60, f"no growth; {cluster.logs()}")
+            workers = {p["id"]: p["pid"] for p in cluster.processes() if p["role"] != "controller"}
+            cluster.kill("controller-1")
         finally:
             done.set()
             thread.join()
@@ -50,9 +55,14 @@ def test_a_load_step_grows_the_decode_pool_and_its_end_drains_it_again(tmp_path)
             120,
             f"no shrinking; {cluster.logs()}",
         )
+        assert workers.items() >= {p["id"]: p["pid"] for p in cluster.processes() if p["role"] != "controller"}.items()
         assert [f for o in outcomes for f in faults(o)] == []
         journal = cluster.run_dir / "controller-1.decisions.jsonl"
         pairs = replay(journal)
         assert all(written == again for written, again in pairs)
-        reasons = {json.loads(line)["decision"]["decode"]["reason"] for line in journal.read_text().splitlines()}
-        assert {"grow", "shrink"} <= reasons
+        written = [json.loads(line) for line in journal.read_text().splitlines()]
+        reasons = {
+            fence: {e["decision"]["decode"]["reason"] for e in written if e["fence"] == fence} for fence in (1, 2)
+        }
+        assert "grow" in reasons[1]
+        assert "shrink" in reasons[2], "the one that follows a killed controller goes on, under a fence of its own"

@@ -153,12 +153,16 @@ async def test_what_a_machine_lacks_is_one_plain_sentence_and_exit_code_3(cluste
         faults = {
             "shared memory": ("prefill", ["engine.num_pages=2000000000"]),
             f":{port}": ("decode", [f"worker.port={port}"]),
+            # Everything is loaded then: it ends while it warms up, and no gateway ever hears of it.
+            "mori": ("prefill", ['transfer.transports=["mori"]']),
         }
         runs = [run_to_exit(cluster.arguments(kind, sets)) for kind, sets in faults.values()]
         done = await asyncio.gather(*runs)
     for says, (code, errors) in zip(faults, done, strict=True):
         assert (code, len(plain_lines(errors))) == (3, 1), errors
         assert says in plain_lines(errors)[0]
+    assert '"state: warming"' in done[-1][1]
+    assert cluster.membership.registrations == []
 
 
 async def run_to_exit(arguments):

@@ -1,5 +1,7 @@
 """The autoscaler's decision: step, ramp, burst, noise, stale figures, budget, link; and that it cannot thrash."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -46,6 +48,23 @@ def test_a_step_of_load_is_met_at_once_and_kept():
     sizes = follow([{"inflow_uncached_tokens_per_s": 2300.0}] * 20)
     assert sizes[1][0] == 3  # 2300 / 800, after one tick that could have been a spike
     assert sizes[-1] == (3, 1)
+
+
+def test_a_ramp_is_followed_without_a_step_back():
+    up = [{"inflow_uncached_tokens_per_s": 50.0 * n} for n in range(1, 61)]
+    sizes = [p for p, _ in follow(up)]
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {1, 2, 3, 4}, "one after the other, 3000 / 800 at the end"
+    back = [p for p, _ in follow(up + up[::-1] + [{}] * 200)]
+    assert sum(a < b for a, b in itertools.pairwise(back)) == 3
+    assert sum(a > b for a, b in itertools.pairwise(back)) == 3, "each change once: no reversal"
+
+
+def test_a_burst_is_met_and_kept_for_the_next_one():
+    quiet, burst = [{"inflow_uncached_tokens_per_s": 500.0}] * 12, [{"inflow_uncached_tokens_per_s": 2300.0}] * 12
+    sizes = [p for p, _ in follow(quiet + burst + quiet + burst)]
+    assert sizes[: len(quiet)] == [1] * len(quiet)
+    assert set(sizes[len(quiet) + 1 :]) == {3}, "a minute's pause is shorter than the window in which a pool shrinks"
 
 
 def test_one_tick_of_noise_moves_nothing():
