@@ -3,6 +3,7 @@
 Reads facts only; changes nothing. Each check is a function of its own so that tests can feed it other facts.
 """
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -19,6 +20,8 @@ from kv_transfer.factory import open_cuda
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 4 << 30
 DEFAULT_PORT = 8000
+NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
+"""Names under which NIXL is installed: by itself, or by its wheel for one version of CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,13 @@ def check_python(version: tuple[int, int]) -> Finding:
     return Finding("ok", text) if version >= (3, 11) else Finding("problem", f"{text} is too old; use 3.11 or newer")
 
 
-def check_distribution(name: str, extra: str, needed_for: str) -> Finding:
-    """A Python package of an extra is installed."""
-    try:
-        return Finding("ok", f"{name} {metadata.version(name)}")
-    except metadata.PackageNotFoundError:
-        return Finding("note", f"{name} is not installed, so {needed_for}; add it with: pip install '.[{extra}]'")
+def check_distribution(names: str | Sequence[str], extra: str, needed_for: str) -> Finding:
+    """A Python package of an extra is installed, under one of its names."""
+    names = [names] if isinstance(names, str) else names
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return Finding("ok", f"{name} {metadata.version(name)}")
+    return Finding("note", f"{names[0]} is not installed, so {needed_for}; add it with: pip install '.[{extra}]'")
 
 
 def check_small_model() -> Finding:
@@ -119,7 +123,7 @@ def findings() -> list[Finding]:
         find_gpus(),
         check_port(DEFAULT_PORT),
         check_kernel(scope.read_text() if scope.exists() else None),
-        check_distribution("nixl", "nixl", "the nixl transfer is not available"),
+        check_distribution(NIXL, "nixl", "the nixl transfer is not available"),
     ]
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 
 from core.errors import ConfigError
-from deploy.doctor import Finding, check_shared_memory
+from deploy.doctor import NIXL, Finding, check_shared_memory
 from kv_transfer.backends.cma import denied
 from kv_transfer.backends.cuda_driver import CudaDriver
 from kv_transfer.backends.mooncake_engine import DISTRIBUTIONS
 
 MIN_MEMLOCK_BYTES = 1 << 30
 LIBRARIES: Mapping[str, str] = {"mooncake": "mooncake.engine", "amd-mori": "mori.io"}
-WHEELS = (*DISTRIBUTIONS, "nixl", "nixl-cu12", "nixl-cu13", "amd-mori")
+WHEELS = (*DISTRIBUTIONS, *NIXL, "amd-mori")
 _INFINIBAND = Path("/sys/class/infiniband")
 _PEERMEM = Path("/sys/module/nvidia_peermem")
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -21,6 +21,7 @@ def test_facts_that_suffice_are_ok():
     assert check_memory(16 << 30).level == "ok"
     assert check_kernel("0\n").level == "ok"
     assert check_distribution("msgspec", "worker", "nothing works").level == "ok"
+    assert check_distribution(("no-such-package", "msgspec"), "worker", "nothing works").text.startswith("msgspec ")
 
 
 def test_facts_that_do_not_suffice_say_what_to_do():
