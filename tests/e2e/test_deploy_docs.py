@@ -71,3 +71,4 @@ def test_every_command_of_the_page_works_as_it_stands(tmp_path):
     pids = [int(pid) for text in said.values() for pid in re.findall(r"ready +\d+ +(\d+)", text)]
     assert len(set(pids)) >= 5
     assert leftovers(pids, tmp_path / ".tandem/run/default") == []
+    socket.create_server(("127.0.0.1", int(port))).close()  # nobody holds it any more
