@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from core.kv import KVLayout
 from engine.batch import ForwardBatch, ImageRows
 from engine.models.deepseek_v41.arithmetic import Arithmetic
 from engine.models.deepseek_v41.blocks import Block, Entered, Head, Streams, backbone
-from engine.models.deepseek_v41.caches import CacheMap, Caches
+from engine.models.deepseek_v41.caches import Caches
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.draft import PagedDrafter
 from engine.models.deepseek_v41.dspark import Dspark, capture
@@ -23,9 +22,10 @@ from engine.models.deepseek_v41.engram_hash import NgramHash
 from engine.models.deepseek_v41.indexer import IndexQueries
 from engine.models.deepseek_v41.mhc import Coefficients
 from engine.models.deepseek_v41.ngrams import batch_ngrams
+from engine.models.deepseek_v41.packed_model import PackedModel
 from engine.models.deepseek_v41.paged_attention import Context
 from engine.models.deepseek_v41.rope import RopeTables
-from engine.models.deepseek_v41.step import DecoderReplay, Step, check_replay
+from engine.models.deepseek_v41.step import DecoderReplay, Step
 from engine.models.deepseek_v41.tiles import Tiles
 from engine.models.deepseek_v41.weights import Weights
 from engine.models.drafter import Captures
@@ -41,7 +41,7 @@ class Kernels:
     tiles: Tiles
 
 
-class DeepseekModel:
+class DeepseekModel(PackedModel):
     """Implements `engine.models.model.Model`."""
 
     def __init__(
@@ -56,35 +56,16 @@ class DeepseekModel:
         image_encoder: ImageEncoder | None = None,
     ) -> None:
         """`token_map` int64 [vocab]: compressed ids, for models with Engram. Raises `ConfigError`."""
-        self.facts = facts
-        self.device = weights.embed.device
-        self.image_encoder = image_encoder
-        self.config = config
-        self.replay = replay or DecoderReplay()
-        step_tokens = 1 + (config.dspark.block_size if config.dspark else 0)
-        check_replay(self.replay, config, step_tokens)
         self._dtype = weights.embed.dtype
-        self._elem = "f64" if self._dtype is torch.float64 else "f32"
+        elem = "f64" if self._dtype is torch.float64 else "f32"
+        super().__init__(config, facts, weights.embed.device, elem, replay=replay, image_encoder=image_encoder)
+        self._weights, self._arithmetic = weights, arithmetic
         self._rope = RopeTables(config, config.max_positions, self._dtype)
         self._kernels = {fixed: _kernels(weights, config, arithmetic, fixed=fixed) for fixed in (False, True)}
         self._hash: NgramHash | None = None
         if config.engram is not None:
             assert token_map is not None
             self._hash = NgramHash(config.engram, token_map)
-        self._maps: dict[int, CacheMap] = {}
-        self.executed_rows = [0] * config.num_layers
-        """Per layer, rows that ran through its attention and feed-forward so far (model.md 10.5)."""
-
-    def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
-        """Components of `caches`; raises `ConfigError` if a page would split a group of tokens."""
-        return self.cache_map(page_tokens).layout(num_pages, num_rows)
-
-    def cache_map(self, page_tokens: int) -> CacheMap:
-        """Return where everything lies."""
-        found = self._maps.get(page_tokens)
-        if found is None:
-            found = self._maps[page_tokens] = CacheMap(self.config, page_tokens, self._elem)
-        return found
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits [m, V] for `batch.sample_at`."""
@@ -171,29 +152,19 @@ class DeepseekModel:
 class DraftingDeepseekModel(DeepseekModel):
     """A model that comes with DSpark: `engine.models.drafter.SpeculativeModel`."""
 
-    def __init__(
-        self,
-        config: V41Config,
-        weights: Weights,
-        facts: ModelFacts,
-        arithmetic: Arithmetic,
-        *,
-        token_map: torch.Tensor | None = None,
-        replay: DecoderReplay | None = None,
-        image_encoder: ImageEncoder | None = None,
-    ) -> None:
-        """As `DeepseekModel`; `weights` must have a draft model."""
-        super().__init__(
-            config, weights, facts, arithmetic, token_map=token_map, replay=replay, image_encoder=image_encoder
-        )
-        assert weights.dspark is not None
-        self._dspark = Dspark(weights.dspark, weights.head, config, arithmetic, self._rope)
-        self.num_drafts = self._dspark.config.block_size
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that its drafter proposes at a time."""
+        assert self.config.dspark is not None
+        return self.config.dspark.block_size
 
     def drafter(self, kv: KVTensors) -> PagedDrafter:
         """Return the drafter over the KV memory that `forward_captured` is called with."""
+        weights = self._weights
+        assert weights.dspark is not None
+        dspark = Dspark(weights.dspark, weights.head, self.config, self._arithmetic, self._rope)
         caches = Caches(self.cache_map(kv.layout.page_tokens), kv, self._dtype)
-        return PagedDrafter(self._dspark, self._kernels[False].head, caches, self.config)
+        return PagedDrafter(dspark, self._kernels[False].head, caches, self.config)
 
     def forward_captured(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
         """As `forward`, and what the drafter observes: of every row that ran with a decoder window of its own."""

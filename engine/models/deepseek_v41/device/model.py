@@ -9,10 +9,8 @@ Shape legend: t tokens, hc streams, d hidden, V vocabulary.
 
 import torch
 
-from core.kv import KVLayout
 from engine.batch import ForwardBatch
 from engine.kernels.ops import PROVIDERS, Provider
-from engine.models.deepseek_v41.caches import CacheMap
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.attention import StepRun
 from engine.models.deepseek_v41.device.layer import Flow, first_flow, layers_of
@@ -23,12 +21,13 @@ from engine.models.deepseek_v41.device.rows import DeviceStep
 from engine.models.deepseek_v41.device.selection import Selections
 from engine.models.deepseek_v41.device.turns import Turns
 from engine.models.deepseek_v41.device.windows import Windows
-from engine.models.deepseek_v41.step import DecoderReplay, check_replay
+from engine.models.deepseek_v41.packed_model import PackedModel
+from engine.models.deepseek_v41.step import DecoderReplay
 from engine.models.drafter import Captures
 from engine.models.model import ImageEncoder, KVTensors, ModelFacts
 
 
-class DeviceDeepseekModel:
+class DeviceDeepseekModel(PackedModel):
     """Implements `engine.models.model.Model` and `GraphModel`."""
 
     def __init__(
@@ -43,31 +42,12 @@ class DeviceDeepseekModel:
     ) -> None:
         """Raises `ConfigError` for models whose forms only the CPU has."""
         check_supported(config)
-        self.facts = facts
-        self.device = parts.embed.device
-        self.image_encoder = image_encoder
-        self.config = config
+        super().__init__(config, facts, parts.embed.device, "f32", replay=replay, image_encoder=image_encoder)
         self.parts = parts
-        self.replay = replay or DecoderReplay()
-        check_replay(self.replay, config, 1 + (config.dspark.block_size if config.dspark else 0))
         self._providers = providers
         self._turns = Turns(config, self.device)
         self.layers = layers_of(parts.layers, config.layers, config, config.moe.top_k, parts.norm)
-        self._maps: dict[int, CacheMap] = {}
         self._ops: dict[int, Ops] = {}
-        self.executed_rows = [0] * config.num_layers
-        """Per layer, rows that ran through its attention and feed-forward so far; captured steps count once."""
-
-    def kv_layout(self, num_pages: int, num_rows: int, page_tokens: int) -> KVLayout:
-        """Return the components of the CPU's model; raises `ConfigError` if a page would split a group of tokens."""
-        return self.cache_map(page_tokens).layout(num_pages, num_rows)
-
-    def cache_map(self, page_tokens: int) -> CacheMap:
-        """Return where everything lies."""
-        found = self._maps.get(page_tokens)
-        if found is None:
-            found = self._maps[page_tokens] = CacheMap(self.config, page_tokens, "f32")
-        return found
 
     def ops(self, page_tokens: int) -> Ops:
         """Return what the model computes with."""
