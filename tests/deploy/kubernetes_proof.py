@@ -134,8 +134,10 @@ class Proof:
     def load(self, name, url=None, concurrency=4, lanes=()):
         """Streams from node w0 as long as the body runs; notes how many there were and what was wrong with them."""
         stop = self.lab.state / f"stop-{len(self.facts)}"
+        begun = stop.with_suffix(".begun")
         command = [*self.on("w0"), sys.executable, "-m", "tests.deploy.stream_load", url or self.url, str(stop), str(concurrency), *map(str, lanes)]  # fmt: skip
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        wait_for(begun.exists, 120, "the load")
         time.sleep(3)
         result = {}
         try:
@@ -306,24 +308,12 @@ class Proof:
         assert replaced["faults"], "gateways without a drain cut nothing: the proof of A4 cannot fail"
 
     def killed(self, role, change, leave, stay):
-        """Change a Deployment, and kill (-9) each pod as soon as it is to leave."""
-        killed = set()
-
-        def leaving():
-            found = self.api.get("api/v1:pods", {"labelSelector": f"tandem/role={role}"})["items"]
-            return {p["metadata"]["name"]: p for p in found if p["metadata"].get("deletionTimestamp")}
-
-        earlier = {*leaving()}
-
-        def look():
-            for name, pod in leaving().items():
-                if name not in earlier | killed and (container := container_of(pod)):
-                    self.lab.ctr(pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container, check=False)
-                    killed.add(name)
-            return len(killed) >= leave and len(self.ready(role)) == len(self.pods(role)) == stay
-
+        """Kill (-9) pods that are to leave while streams are on them, then change the Deployment."""
+        for pod in self.ready(role)[:leave]:
+            self.lab.ctr(pod["spec"]["nodeName"], "tasks", "kill", "-s", "SIGKILL", container_of(pod))
         self.lab.kubectl("-n", NAMESPACE, *change)
-        wait_for(look, ROLLED_S, f"{role} without a drain")
+        self.rolled(role)
+        self.has(role, stay)
 
     def pairs(self):
         """A16: the connections that pods really have under load are those that the network policies allow."""

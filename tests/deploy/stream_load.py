@@ -1,4 +1,4 @@
-"""Streams against one address until a file appears; prints how many there were and every fault. A process of the lab's.
+"""Streams against one address until a file appears, from when it makes one itself (`.begun`); prints how many there were and every fault. A process of the lab's.
 
 `python -m tests.deploy.stream_load URL STOP_FILE CONCURRENCY [LANES...]`. The texts are those that the scripted model must
 say; of each further revision, which has so many lanes of KV, a stream may say its text instead, but never a mixture.
@@ -36,6 +36,7 @@ def main():
     url, stop, concurrency = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     revisions = {lanes: msgspec.structs.replace(SCRIPTED, kv_lanes=lanes) for lanes in map(int, sys.argv[4:])}
     found, count, begun, seed, told = [], 0, time.monotonic(), 0, dict.fromkeys(revisions, 0)
+    stop.with_suffix(".begun").touch()
     while not stop.exists():
         outcomes = asyncio.run(
             storm(
