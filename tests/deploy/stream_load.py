@@ -1,4 +1,6 @@
-"""Streams against one address until a file appears, from when it makes one itself (`.begun`); prints how many there were and every fault. A process of the lab's.
+"""Streams against one address until a file appears; prints how many there were and every fault. A process of the lab's.
+
+Makes a file `.begun` beside that one when it begins.
 
 `python -m tests.deploy.stream_load URL STOP_FILE CONCURRENCY [LANES...]`. The texts are those that the scripted model must
 say; of each further revision, which has so many lanes of KV, a stream may say its text instead, but never a mixture.
