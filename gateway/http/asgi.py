@@ -64,7 +64,15 @@ class Api:
         self._clock = clock
         self._metrics = metrics
         self._is_ready = is_ready
-        self._intake = Intake(tokenizer, chat_format, config, models=generator.models, only=model, mint_seed=mint_seed)
+        self._intake = Intake(
+            tokenizer,
+            chat_format,
+            config,
+            models=generator.models,
+            only=model,
+            mint_seed=mint_seed,
+            tell_verdict=lambda verdict: metrics.structured.labels(verdict).inc(),
+        )
         dialects = Dialects(self._intake, tokenizer.vocabulary, unix_time)
         self._routes: dict[str, dict[str, Handler]] = {
             **{dialect.route: {"POST": self._generation(dialect)} for dialect in dialects.all()},

@@ -23,10 +23,11 @@ from gateway.http.samples import Sample
 from gateway.http.schema import Body, CompletionBody
 from gateway.http.structured import read_shape
 from gateway.text.chat import AnswerText, Chat, ChatFormat, RenderedChat, TextRules
-from gateway.text.grammar import AnswerGrammar, content_grammar
+from gateway.text.grammar import AnswerGrammar, Shape, content_grammar
 from gateway.text.grammar_check import GrammarChecker
 from gateway.text.sample import SampleText
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.verdict import WatchedAnswer
 from gateway.timeline import Timeline
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class _PromptText(msgspec.Struct, frozen=True):
     """What `echo` repeats."""
     chat: RenderedChat | None = None
     grammar: AnswerGrammar | None = None
+    shape: Shape | None = None
 
 
 class Intake:
@@ -73,9 +75,10 @@ class Intake:
         models: Callable[[], tuple[ServedModel, ...]],
         only: str,
         mint_seed: Callable[[], int],
+        tell_verdict: Callable[[str], None],
     ) -> None:
         """`models` lists what is served now; `only` names the one model that ever will be, if that is set; `mint_seed`
-        returns 64 random bits.
+        returns 64 random bits; `tell_verdict` hears of each finished answer with a form (`gateway.text.verdict`).
         """
         self._tokenizer = tokenizer
         self._format = chat_format
@@ -83,6 +86,7 @@ class Intake:
         self._models = models
         self._only = only
         self._mint_seed = mint_seed
+        self._tell_verdict = tell_verdict
         self._threads = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._waiting = 0
         self._grammars = GrammarChecker()
@@ -99,7 +103,7 @@ class Intake:
         rendered = await self.render(ask.chat if shape is None else replace(ask.chat, shape=shape))
         if rendered.grammar is not None:
             await self._grammars.check(rendered.grammar)
-        prompt = _PromptText(rendered.token_ids, chat=rendered, grammar=rendered.grammar)
+        prompt = _PromptText(rendered.token_ids, chat=rendered, grammar=rendered.grammar, shape=shape)
         given = {"thinking": ask.chat.thinking, "reasoning_effort": ask.chat.effort}
         ignored = sorted(name for name in self._format.ignored_fields if given[name] is not None)
         return self._accept(ask, model, hints, (prompt,), reasons=rendered.reasons, ignored=(*ask.ignored, *ignored))
@@ -121,7 +125,7 @@ class Intake:
         grammar = content_grammar(shape) if shape is not None else None
         await self._grammars.check(grammar)
         prompts = [
-            replace(await self._prompt_text(prompt, body, model), grammar=grammar)
+            replace(await self._prompt_text(prompt, body, model), grammar=grammar, shape=shape)
             for prompt in _split_prompts(body.prompt)
         ]
         ask = Ask(
@@ -218,7 +222,7 @@ class Intake:
                             timeline=Timeline() if body.timing else None,
                         ),
                         text=self._open_answer(
-                            prompt.chat, replace(text, call_prefix=f"call_{request_id[-24:]}_{sample_index}_")
+                            prompt, replace(text, call_prefix=f"call_{request_id[-24:]}_{sample_index}_")
                         ),
                     )
                 )
@@ -253,17 +257,22 @@ class Intake:
             skip_special=body.skip_special_tokens is not False,
         )
 
-    def _open_answer(self, chat: RenderedChat | None, rules: TextRules) -> AnswerText:
-        if chat is not None:
-            return chat.open_answer(rules)
-        return SampleText(
-            self._tokenizer.vocabulary,
-            stops=rules.stops,
-            silent=rules.silent,
-            min_tokens=rules.min_tokens,
-            skip_special=rules.skip_special,
-            continues=True,
-        )
+    def _open_answer(self, prompt: _PromptText, rules: TextRules) -> AnswerText:
+        if prompt.chat is not None:
+            text = prompt.chat.open_answer(rules)
+        else:
+            text = SampleText(
+                self._tokenizer.vocabulary,
+                stops=rules.stops,
+                silent=rules.silent,
+                min_tokens=rules.min_tokens,
+                skip_special=rules.skip_special,
+                continues=True,
+            )
+        return text if prompt.shape is None else WatchedAnswer(text, prompt.shape, self._judge)
+
+    def _judge(self, shape: Shape, text: str) -> None:
+        self._grammars.judge(shape, text, self._tell_verdict)
 
     def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())

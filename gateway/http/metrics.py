@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from gateway.series import LoopMetrics, Series
+from gateway.text.verdict import VERDICTS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -57,6 +58,13 @@ class HttpMetrics:
         )
         self.ignored_fields = metrics.counter(
             "tandem_http_ignored_fields_total", "Unknown body fields, accepted without effect."
+        )
+        self.structured = Series(
+            metrics.counter(
+                "tandem_http_structured_answers_total",
+                "Finished answers that were to have a form, by whether they have it.",
+                {"verdict": VERDICTS},
+            )
         )
         self.disconnects = metrics.counter(
             "tandem_http_disconnects_total",

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from core.errors import BadRequest, NoCapacity
 from core.request import MAX_GRAMMAR_CHARS
-from gateway.text.grammar import AnswerGrammar, schema_entry, walk_schema
+from gateway.text.grammar import AnswerGrammar, Shape, schema_entry, walk_schema
+from gateway.text.verdict import verdict_on
 
 _REMEMBERED = 4096
 _MAX_WAITING = 64
@@ -33,12 +34,29 @@ class GrammarChecker:
     def __init__(self, timeout_s: float = 2.0) -> None:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # No request waits for a verdict, so none may wait behind one.
+        self._judges = ThreadPoolExecutor(1, thread_name_prefix="verdict")
         self._known: OrderedDict[bytes, Fault | None] = OrderedDict()
         self._waiting = 0
+        self._judging = 0
 
     def close(self) -> None:
         """End the threads; what waits is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._judges):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def judge(self, shape: Shape, text: str, tell: Callable[[str], None]) -> None:
+        """Tell whether a finished answer has its form, some time later; `unchecked` if too many wait."""
+        if self._judging >= _MAX_WAITING:
+            tell("unchecked")
+            return
+        self._judging += 1
+
+        def done(work: asyncio.Future[str]) -> None:
+            self._judging -= 1
+            tell("unchecked" if work.cancelled() or work.exception() else work.result())
+
+        asyncio.get_running_loop().run_in_executor(self._judges, verdict_on, shape, text).add_done_callback(done)
 
     async def check(self, grammar: AnswerGrammar | None) -> None:
         """Raise `BadRequest` if no worker could follow `grammar`."""
