@@ -7,6 +7,7 @@ A phase of a worker is what its own metric says (`tandem_worker_phase_seconds`);
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,7 +76,11 @@ def phases_of(address: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", nargs="+", default=["scripted", "smollm2"])
-    result = {model: [one_start(model) for _ in range(ROUNDS)] for model in parser.parse_args().model}
+    before = os.getloadavg()[0]
+    result: dict[str, object] = {
+        model: [one_start(model) for _ in range(ROUNDS)] for model in parser.parse_args().model
+    }
+    result["load average, before and after"] = [before, os.getloadavg()[0]]
     print(json.dumps(result, indent=1))
     write_record("first_answer_local", result, note="shared machine, other work running; 1 gateway, 1 + 1 workers")
 
