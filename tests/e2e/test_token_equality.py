@@ -4,6 +4,7 @@ A seeded tiny model in float64: equality is exact. The truth is one worker that 
 """
 
 import asyncio
+import functools
 import signal
 import threading
 
@@ -15,6 +16,7 @@ from tests.fakes.live_cluster import complete, running_cluster, stream_text, wai
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
+LLAMA, WINDOW = "tiny-llama-f64", "tiny-window-f64"
 PROMPTS = [
     "The first of the seven hills was covered in snow, and nobody had climbed it. " * 3,
     "a",
@@ -80,14 +82,19 @@ def truth(tmp_path_factory, model):
         return answers(cluster), complete(cluster.base_url, long_body(model))["choices"][0]["text"]
 
 
-@pytest.fixture(scope="module", params=["tiny-llama-f64", "tiny-window-f64"])
-def model_and_truth(request, tmp_path_factory):
-    return request.param, truth(tmp_path_factory, request.param)
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    """What a single worker says, by model, asked once each."""
+    return functools.cache(functools.partial(truth, tmp_path_factory))
 
 
-@pytest.mark.parametrize("transfer", ["shm", "tcp"])
-def test_disaggregated_text_equals_the_single_worker(model_and_truth, transfer, tmp_path):
-    model, (expected, long_text) = model_and_truth
+# The parts of the fourth pair are those of the others.
+@pytest.mark.parametrize(
+    ("model", "transfer"),
+    [(LLAMA, "shm"), (LLAMA, "tcp"), (WINDOW, "shm"), pytest.param(WINDOW, "tcp", marks=pytest.mark.long)],
+)
+def test_disaggregated_text_equals_the_single_worker(truths, model, transfer, tmp_path):
+    expected, long_text = truths(model)
     flags = (
         "--transfer",
         transfer,
@@ -133,13 +140,16 @@ def assert_resumed_text_is_equal(cluster, long_text):
     cluster.wait_ready(4)
 
 
-def test_retraction_does_not_change_text(model_and_truth, tmp_path):
-    model, (expected, _) = model_and_truth
+@pytest.mark.parametrize("model", [LLAMA, WINDOW])
+def test_retraction_does_not_change_text(truths, model, tmp_path):
+    expected, _ = truths(model)
     tight = ("num_pages=24", "horizon_tokens=0", "finish_reserve_pages=0")
     flags = [part for value in tight for part in ("--set", f"decode:engine.{value}")]
     flags += ["--set", "all:engine.audit_every_steps=1"]
     with running_cluster(tmp_path, *flags, model=model) as cluster:
-        assert answers_together(cluster) == expected
-        retracted = statistics(cluster)["decode-1"].values["engine_retractions"]
+        for _ in range(5):  # on a loaded machine they may come one by one at first; behind prefix hits they do not
+            assert answers_together(cluster) == expected
+            if retracted := statistics(cluster)["decode-1"].values["engine_retractions"]:
+                break
         assert retracted > 0, "the pool was not small enough for this test to show anything"
         wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
