@@ -38,10 +38,11 @@ up: .venv/.run  ## serve until Ctrl-C
 
 test: .venv/.dev  ## all tests of CI
 	@failed=0; \
-	for tests in "-n 2 tests/meta tests/unit tests/property" \
-	  "-n 2 --dist loadfile tests/contract tests/integration" "tests/deploy tests/e2e"; do \
+	for tests in "tests/meta tests/unit tests/property" \
+	  "--dist loadfile --no-loadscope-reorder tests/deploy tests/contract tests/integration" \
+	  "--dist loadfile --no-loadscope-reorder tests/e2e"; do \
 	  echo "pytest $$tests"; \
-	  $(BIN)/python -m pytest -q -m "not long" $$tests || failed=1; \
+	  $(BIN)/python -m pytest -q -n 2 -m "not long" $$tests || failed=1; \
 	done; exit $$failed
 
 lint: .venv/.dev  ## format, lint, types, layers

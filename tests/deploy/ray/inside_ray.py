@@ -273,11 +273,13 @@ def test_the_same_exit_without_a_drain_does_cut_a_stream(cluster):
     reader = threading.Thread(target=read)
     reader.start()
     assert seen.wait(WAIT_S)
-    for pid in cluster.pids("decode").values():
+    killed = cluster.pids("decode")
+    for pid in killed.values():
         os.kill(pid, signal.SIGKILL)
     reader.join(WAIT_S)
     assert not results or results[0]["error"] is not None or not results[0]["done"]
-    wait_for(lambda: cluster.settled(decode=1), WAIT_S, "it does not come back")
+    # What the controller tells may be older than the kill.
+    wait_for(lambda: cluster.pids("decode") != killed and cluster.settled(decode=1), WAIT_S, "it does not come back")
 
 
 @pytest.mark.skipif(not LOSES_A_NODE, reason="takes a node away that other tests need")
