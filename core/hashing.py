@@ -44,6 +44,20 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         return b"".join(parts)
 
 
+def namespace_field(namespace: bytes, name: str) -> str:
+    """Return one field of an encoded `Namespace`; empty if the bytes are none of this form."""
+    at = 0
+    try:
+        for field in Namespace.__struct_fields__:
+            size = struct.unpack_from("<BBI", namespace, at)[2]
+            at += 6 + size
+            if field == name and at <= len(namespace):
+                return namespace[at - size : at].decode()
+    except (struct.error, UnicodeDecodeError):
+        pass
+    return ""
+
+
 def fingerprint(namespace: bytes, draft_config: str = "", protocol: int = PROTOCOL_VERSION) -> bytes:
     """SHA-256 of the encoded namespace, the draft model's config and the protocol version (A9): equals only."""
     body = struct.pack("<II", protocol, len(namespace)) + namespace + draft_config.encode()

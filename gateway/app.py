@@ -52,7 +52,7 @@ from gateway.routing.picker import Picker
 from gateway.series import LoopMetrics
 from gateway.tenants import Tenants
 from gateway.text.format import load_format
-from gateway.text.tokenizer import load_tokenizer
+from gateway.text.tokenizer import load_tokenizer, tokenizer_digest
 from gateway.trace_recorder import TraceRecorder
 from gateway.worker_gauges import WorkerGauges
 
@@ -195,6 +195,7 @@ def _compose(
         model=config.model.name,
         siblings=config.membership.siblings,
         on_joined=orchestrator.registered,
+        tokenizer=tokenizer_digest(Path(config.model.path)),
     )
     links.on_lost(membership.link_lost)
     return _Core(

@@ -11,6 +11,7 @@ from typing import Protocol
 from core.aio import Tasks
 from core.clock import Clock
 from core.errors import ConfigError, TandemError, UnknownModel
+from core.hashing import namespace_field
 from core.ids import Incarnation
 from core.rpc.membership import Welcome
 from core.rpc.proof import Proof
@@ -52,7 +53,9 @@ class Membership:
         model: str,
         siblings: tuple[str, ...],
         on_joined: Callable[[Registration], None],
+        tokenizer: str = "",
     ) -> None:
+        """`tokenizer` is the SHA-256 of this gateway's tokenizer.json in hex; empty admits workers of any."""
         self._directory = directory
         self._index = index
         self._links = links
@@ -61,6 +64,7 @@ class Membership:
         self._clock = clock
         self._tasks = tasks
         self._model = model
+        self._tokenizer = tokenizer
         self._siblings = siblings
         self._on_joined = on_joined
         self._members: dict[Incarnation, Member] = {}
@@ -78,6 +82,13 @@ class Membership:
             raise UnknownModel(
                 f"this gateway serves {self._model!r}, worker {registration.worker_id!r} serves {registration.model!r}",
                 param="model",
+            )
+        theirs = namespace_field(registration.namespace, "tokenizer")
+        if self._tokenizer and theirs and theirs != self._tokenizer:
+            # Its ids would mean other text: right tokens, wrong words.
+            raise ConfigError(
+                f"worker {registration.worker_id!r} has another tokenizer.json ({theirs[:12]}) than this gateway "
+                f"({self._tokenizer[:12]}); give both the same model directory, or the worker a gateway of its own"
             )
         self._admit(registration)
         return Welcome(gateway=self._proof.incarnation, siblings=self._siblings, ttl_s=self._directory.ttl_s)

@@ -4,6 +4,7 @@ Holds what the gateway knows of a model's text. Immutable after loading, safe to
 Knows no HTTP and no limits of the deployment.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,14 @@ def load_tokenizer(directory: Path, now: Now) -> Tokenizer:
         raise ConfigError(f"{directory}: {error.message}") from error
     tokenizer.eos_token_ids = _eos_ids(directory, names.get("eos_token"), tokenizer)
     return tokenizer
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """Return the SHA-256 of a model directory's tokenizer.json in hex, as workers name theirs; empty without one."""
+    try:
+        return hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _build(definition: Mapping[str, Any]) -> tokenizers.Tokenizer:

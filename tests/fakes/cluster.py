@@ -10,8 +10,10 @@ MODEL = "sim"
 PAGE_TOKENS = 16
 
 
-def namespace(model: str = MODEL, page_tokens: int = PAGE_TOKENS, revision: str = "r1") -> bytes:
-    return Namespace(model=model, revision=revision, tokenizer="t", kv_dtype="f32", page_tokens=page_tokens).encode()
+def namespace(model: str = MODEL, page_tokens: int = PAGE_TOKENS, revision: str = "r1", tokenizer: str = "") -> bytes:
+    return Namespace(
+        model=model, revision=revision, tokenizer=tokenizer, kv_dtype="f32", page_tokens=page_tokens
+    ).encode()
 
 
 def registration(worker_id: str, role: Role, **changes) -> Registration:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.hashing import Namespace, PageHasher, check_value, event_hash, fingerprint
+from core.hashing import Namespace, PageHasher, check_value, event_hash, fingerprint, namespace_field
 
 NAMESPACE = Namespace(model="m", revision="r", tokenizer="t", kv_dtype="f32", page_tokens=4)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
@@ -86,3 +86,13 @@ def test_event_hashes_are_signed_64_bit_and_reveal_no_chain():
 def test_the_draft_model_and_the_protocol_are_part_of_the_fingerprint():
     space = NAMESPACE.encode()
     assert len({fingerprint(space), fingerprint(space, "draft"), fingerprint(space, "", 2)}) == 3
+
+
+@given(st.text(max_size=8), st.text(max_size=8), st.integers(0, 200))
+def test_fields_of_a_namespace_are_read_back_whole_or_not_at_all(model, tokenizer, cut):
+    named = msgspec.structs.replace(NAMESPACE, model=model, tokenizer=tokenizer)
+    encoded = named.encode()
+    for field in Namespace.__struct_fields__:
+        assert namespace_field(encoded, field) == str(getattr(named, field))
+    assert namespace_field(encoded[:cut], "tokenizer") in ("", tokenizer)
+    assert namespace_field(b"something else", "tokenizer") == ""

@@ -13,7 +13,7 @@ from gateway.links import Links
 from gateway.membership import Membership
 from gateway.prefix_index import PrefixIndex
 from gateway.worker_link import LinkRules
-from tests.fakes.cluster import MODEL, SECRET, load, registration
+from tests.fakes.cluster import MODEL, SECRET, load, namespace, registration
 from tests.fakes.sim_decode import LocalOpener
 
 D1 = registration("d1", Role.DECODE)
@@ -46,7 +46,10 @@ class Rig:
         self.snapshots = Snapshots()
         self.tasks = Tasks()
         self.seen = []
-        self.membership = Membership(
+        self.membership = self.open()
+
+    def open(self, **changes):
+        return Membership(
             directory=self.directory,
             index=self.index,
             links=self.links,
@@ -57,6 +60,7 @@ class Rig:
             model=MODEL,
             siblings=("other:1",),
             on_joined=self.seen.append,
+            **changes,
         )
 
     async def settle(self):
@@ -98,6 +102,18 @@ async def test_strangers_are_refused_in_words(rig):
     with pytest.raises(NoCapacity, match="already uses the name"):
         rig.membership.joined(registration("d1", Role.DECODE, incarnation="d1-b"))
     assert len(rig.directory) == 1
+
+
+async def test_a_worker_of_another_tokenizer_would_say_other_words_and_is_refused(rig):
+    own, other = "a" * 64, "b" * 64
+    service = rig.open(tokenizer=own)
+    with pytest.raises(
+        ConfigError, match=r"another tokenizer.json \(bbbbbbbbbbbb\) than this gateway \(aaaaaaaaaaaa\)"
+    ):
+        service.joined(registration("d9", Role.DECODE, namespace=namespace(tokenizer=other)))
+    assert not rig.seen
+    service.joined(registration("d1", Role.DECODE, namespace=namespace(tokenizer=own)))
+    assert [worker.worker_id for worker in rig.seen] == ["d1"]
 
 
 async def test_pages_that_a_worker_held_before_we_came_are_fetched(rig):
