@@ -7,6 +7,7 @@ Every stream is compared with what the scripted model must say; its text depends
 import asyncio
 import os
 import shutil
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from deploy.autoscale.decide import Memory, decide
 from deploy.autoscale.signals import Rules
 from deploy.cluster_description import PortsPart
 from deploy.lab.links import Switch
+from deploy.lab.rules import rules
 from deploy.validate_network import allowed_pairs, needed_pairs
 from engine.models.builtin import prepare_scripted
 from engine.models.script import ScriptedConfig
@@ -51,10 +53,14 @@ def cluster(tmp_path_factory):
         if shutil.which(program) is None:
             (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{program} is not installed")
     try:
-        with Switch(["one"]):
-            pass
+        with Switch(["one"]) as switch:
+            sample = rules("decode", {"gateway": ["192.0.2.1"]}, [("gateway", "decode", WORKER)])
+            restore = [*switch.entering("one"), "iptables-restore"]
+            tried = subprocess.run(restore, input=sample, capture_output=True, text=True, check=False)
     except OSError as error:
         pytest.skip(f"this machine gives no network namespaces or TAP devices (they need root): {error}")
+    if tried.returncode != 0:
+        pytest.skip(f"the kernel of this machine takes no such rules of iptables: {tried.stderr.strip()}")
     folder = tmp_path_factory.mktemp("links")
     pairs = allowed_pairs(overlay("base"))
     with linked_cluster(folder / "run", prepare_scripted(folder, MODEL), "slow", HOSTS, pairs, SPARE) as running:
