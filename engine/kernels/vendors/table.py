@@ -47,19 +47,15 @@ class Vendor(Provider):
 
     def version(self) -> str | None:
         """Return the installed version; None: not installed."""
-        for wheel in self.wheels:
-            try:
-                return importlib.metadata.version(wheel)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return None
+        wheel = self._wheel()
+        return None if wheel is None else importlib.metadata.version(wheel)
 
     def why_not(self, device: torch.device) -> str | None:
         """Return what keeps it from running on a device; None: nothing."""
-        version = self.version()
-        if self.needs is None or not installed(self.needs) or version is None:
+        wheel = self._wheel()
+        if self.needs is None or not installed(self.needs) or wheel is None:
             return f"{' or '.join(self.wheels)} is not installed"
-        least = next(least for wheel, least in self.wheels.items() if _is_installed(wheel))
+        version, least = importlib.metadata.version(wheel), self.wheels[wheel]
         if _numbers(version) < _numbers(least):
             return f"version {version} is installed, the first that fits is {least}"
         major = capability_of(device)
@@ -67,14 +63,14 @@ class Vendor(Provider):
             return f"{device} has compute capability {major}, it runs on {sorted(self.majors)}"
         return None
 
+    def _wheel(self) -> str | None:
+        """Return the first of the distributions that is installed."""
+        return next((wheel for wheel in self.wheels if any(importlib.metadata.distributions(name=wheel))), None)
+
 
 def capability_of(device: torch.device) -> int:
     """Return the major compute capability of a device, 0 if it has none."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.cuda.is_available() else 0
-
-
-def _is_installed(wheel: str) -> bool:
-    return any(importlib.metadata.distributions(name=wheel))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
