@@ -63,7 +63,7 @@ async def measure(num_streams: int) -> dict[str, object]:
             after = process.cpu_times()
             for _, writer in [*streams, (None, warm)]:
                 writer.close()
-            await cluster.settled("gateway-1", "in_flight", 0, timeout_s=30)
+            await cluster.settled("gateway-1", "in_flight", 0)
             return {
                 "streams": num_streams,
                 "rss_idle_bytes": idle,
@@ -182,7 +182,7 @@ async def measure_replay(requests: int) -> dict[str, object]:
                     rows.append((replay.done, process.memory_info().rss))
                     await asyncio.sleep(1.0)
             wall = time.monotonic() - begun
-            await cluster.settled("gateway-1", "in_flight", 0, timeout_s=30)
+            await cluster.settled("gateway-1", "in_flight", 0)
             leases = {
                 name: value for name, value in (await cluster.statistics("gateway-1")).items() if "leases" in name
             }
