@@ -8,4 +8,7 @@ if [ ! -d "$TANDEM_SITE" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$TANDEM_SITE" wheels/gpu/*.whl 2>&1 | grep -v WARNING
 fi
 export PYTHONPATH="$TANDEM_SITE:$PWD:$PWD/proto"
+# NIXL's CUDA part asks the loader for the runtime that torch brings along.
+TANDEM_CUDART=$(python3 -c 'import glob, site; print(*glob.glob(site.getsitepackages()[0] + "/nvidia/*/lib/libcudart.so.1?"))' | cut -d" " -f1)
+[ -z "$TANDEM_CUDART" ] || export LD_LIBRARY_PATH="$(dirname "$TANDEM_CUDART")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 python3 -c 'import grpc, google.protobuf, msgspec, tokenizers, torch, uvicorn; print("torch", torch.__version__, "gpus", torch.cuda.device_count())'
