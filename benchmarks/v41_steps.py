@@ -7,6 +7,7 @@ over the copy bandwidth of the same run.
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from benchmarks.kernel_timing import copy_bandwidth, matmul_flops
 from benchmarks.v41_driver import RowsDriver, captured
 from benchmarks.v41_equality import GPU, facts_of
 from benchmarks.v41_parts import RandomParts
-from engine.batch import ForwardBatch
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.drafting import DraftingDeviceModel
 from engine.models.deepseek_v41.device.model import DeviceDeepseekModel
@@ -27,6 +27,7 @@ REPLAYS = 30
 DECODE = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096), (8, 6, 4096), (8, 1, 32768))
 """Rows, tokens each, tokens in KV before."""
 PREFILL = (2048, 8192)
+PROFILED = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096))
 
 
 def slice_config() -> dict[str, Any]:
@@ -102,18 +103,19 @@ def decode(driver: RowsDriver, parts: ModelParts, size: tuple[int, int, int], co
     return row
 
 
-def kernels_of(driver: RowsDriver, batch: ForwardBatch) -> list[dict[str, object]]:
+def kernels_of(run: Callable[[], object]) -> list[dict[str, object]]:
     """Return where the device's time of a step goes, most first."""
-    graph, _ = captured(driver, batch)
-    graph.replay()
+    run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
-            graph.replay()
+            run()
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
     rows = [{"kernel": e.key[:60], "us": e.device_time_total / 3, "calls": e.count / 3} for e in found[:16]]
     rest = sum(e.device_time_total for e in found[16:]) / 3
     rows.append({"kernel": "all others", "us": rest, "calls": sum(e.count for e in found[16:]) / 3})
+    for row in rows:
+        print(f"  {row['us']:9.1f} us {row['calls']:6.1f} x {row['kernel']}", flush=True)
     return rows
 
 
@@ -135,6 +137,7 @@ def prefill(driver: RowsDriver, parts: ModelParts, tokens: int, flops: float) ->
     row: dict[str, object] = {"tokens": tokens, "ms": us / 1e3, "tokens_per_s": tokens / us * 1e6,
                               "tflops": work / us / 1e6, "of_bf16_peak": work / us * 1e6 / flops}  # fmt: skip
     print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    row["kernels"] = kernels_of(lambda: driver.run(batch))
     return row
 
 
@@ -158,10 +161,9 @@ def steps(raw: dict[str, Any], decoded: tuple[tuple[int, int, int], ...] = DECOD
         driver = RowsDriver(model, size[0], size[2] + 256, random_kv=True)
         try:
             rows.append(decode(driver, parts, size, limits["copy"]))
-            if size == (8, 1, 4096):
-                rows[-1]["kernels"] = kernels_of(driver, driver.decoding(size[0], size[2]))
-                for row in rows[-1]["kernels"]:
-                    print(f"  {row['us']:9.1f} us {row['calls']:6.1f} x {row['kernel']}", flush=True)
+            if size in PROFILED:
+                graph, _ = captured(driver, driver.decoding(size[0], size[2]))
+                rows[-1]["kernels"] = kernels_of(graph.replay)
         except Exception as error:  # noqa: BLE001 - one size's failure must not cost the others
             rows.append({"size": size, "failed": f"{type(error).__name__}: {str(error)[:400]}"})
             print(rows[-1], flush=True)

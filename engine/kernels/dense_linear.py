@@ -1,10 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Linears of e4m3 weights with a power of two per block of 32 x 32, over rows quantized in groups of 32.
 
-Both factors become bfloat16 in registers, which is exact, so that a bfloat16 product with float32 sums is the product of
-the formats. Weights are the rows of the matrix product: they are what decoding reads. Groups of rows and weights that
-belong together (a block-diagonal weight) are one launch.
+Products of 32 elements along K go through the matrix unit as they are stored, and both powers of two are taken into their
+float32 sum: nothing is unpacked. Weights are the rows of the product: they are what decoding reads. Groups of rows and
+weights that belong together (a block-diagonal weight) are one launch. Where few programs would read, K is cut in parts,
+whose sums a second kernel adds in their order. Many rows are widened to bfloat16, which is exact, for the vendor's product.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,45 +15,105 @@ import triton.language as tl
 
 from engine.kernels.device import e4m3_value, power
 
-_PROGRAMS = 132
-"""Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
+_PROGRAMS = 264
+"""K is cut until there are so many programs, two a multiprocessor."""
+_MOST_SPLITS = 16
 _FIXED_TILE = 32
+_MANY_ROWS = 512
+"""From so many rows on, widening the weights costs less than the vendor's product wins."""
 
 
-@triton.jit
-def _values(codes, scales, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Return bfloat16 [ROWS, STEP] of codes [ROWS, STEP] and e8m0 scales [ROWS, STEP / 32]."""
-    wide = tl.broadcast_to(tl.expand_dims(power(scales.to(tl.int32)), 2), (ROWS, STEP // 32, 32))
-    return (e4m3_value(codes) * tl.reshape(wide, (ROWS, STEP))).to(tl.bfloat16)
+class Shape(NamedTuple):
+    """What the launcher chooses."""
+
+    height: int
+    """Rows of weights a program has, 64 or 128."""
+    tile: int
+    """Rows of activations a program has."""
+    splits: int
+    """Parts of K."""
+    widened: bool
+    """Through bfloat16 and the vendor's product."""
+    num_warps: int
+    num_stages: int
+
+
+def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
+    """Return the shape for sizes; `fixed`: it does not depend on `rows`."""
+    if rows >= _MANY_ROWS and not fixed:
+        return Shape(128, 128, 1, widened=True, num_warps=8, num_stages=3)
+    tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
+    programs = triton.cdiv(out, 64) * groups * (1 if fixed else triton.cdiv(rows, tile))
+    steps = inner // (256 if inner % 256 == 0 else 32)
+    parts = [s for s in range(1, _MOST_SPLITS + 1) if steps % s == 0]
+    splits = next((s for s in parts if programs * s >= _PROGRAMS), parts[-1])
+    return Shape(64, tile, splits, widened=False, num_warps=4, num_stages=4)
 
 
 @triton.jit
 def _dense_linear(
-    X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    group = tl.program_id(2)
+    group, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     here, exists = n < N, row < count
-    inside = tl.arange(0, STEP)
-    block = tl.arange(0, STEP // 32)
-    weight = W + (group * N + n).to(tl.int64)[:, None] * K
-    weight_scale = WS + (group * tl.cdiv(N, 32) + n // 32).to(tl.int64)[:, None] * (K // 32)
-    x = X + row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
-    x_scale = S + row.to(tl.int64)[:, None] * (GROUPS * K // 32) + group * (K // 32)
+    inside = tl.arange(0, 32)
+    # Scales of PACK groups of 32 are one word.
+    word: tl.constexpr = tl.int32 if PACK == 4 else tl.uint8
+    codes = tl.pointer_type(tl.float8e4nv)
+    weight = W.to(codes) + (group * N + n).to(tl.int64)[:, None] * K
+    weight_scale = WS.to(tl.pointer_type(word)) + (group * tl.cdiv(N, 32) + n // 32) * (K // 32 // PACK)
+    x = X.to(codes) + row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
+    x_scale = S.to(tl.pointer_type(word)) + row.to(tl.int64) * (GROUPS * K // 32 // PACK) + group * (K // 32 // PACK)
     total = tl.zeros((ROWS, TILE), tl.float32)
-    for start in tl.range(0, K, STEP):
-        k = start + inside
-        b = start // 32 + block
-        codes = tl.load(weight + k[None, :], mask=here[:, None] & (k < K)[None, :], other=0)
-        scales = tl.load(weight_scale + b[None, :], mask=here[:, None] & (b < K // 32)[None, :], other=127)
-        x_codes = tl.load(x + k[None, :], mask=exists[:, None] & (k < K)[None, :], other=0)
-        x_scales = tl.load(x_scale + b[None, :], mask=exists[:, None] & (b < K // 32)[None, :], other=127)
-        values = _values(x_codes, x_scales, TILE, STEP)
-        total = tl.dot(_values(codes, scales, ROWS, STEP), tl.trans(values), total)
-    out = OUT + row.to(tl.int64)[:, None] * (GROUPS * N) + group * N + n[None, :]
-    tl.store(out, tl.trans(total).to(tl.bfloat16), mask=exists[:, None] & here[None, :])
+    for start in tl.range(split * (K // SPLITS), (split + 1) * (K // SPLITS), 32 * PACK):
+        scales = tl.load(weight_scale + start // (32 * PACK), mask=here, other=0).to(tl.int32)
+        x_scales = tl.load(x_scale + start // (32 * PACK), mask=exists, other=0).to(tl.int32)
+        for i in tl.static_range(PACK):
+            k = start + 32 * i + inside
+            left = tl.load(weight + k[None, :], mask=here[:, None], other=0.0)
+            right = tl.load(x + k[None, :], mask=exists[:, None], other=0.0)
+            product = tl.dot(left, tl.trans(right))
+            scale = power((scales >> (8 * i)) & 0xFF)[:, None]
+            total += product * power((x_scales >> (8 * i)) & 0xFF)[None, :] * scale
+    if SPLITS == 1:
+        out = OUT + row.to(tl.int64)[:, None] * (GROUPS * N) + group * N + n[None, :]
+        tl.store(out, tl.trans(total).to(tl.bfloat16), mask=exists[:, None] & here[None, :])
+    else:
+        out = OUT + (split.to(tl.int64) * count + row)[:, None] * (GROUPS * N) + group * N + n[None, :]
+        tl.store(out, tl.trans(total), mask=exists[:, None] & here[None, :])
+
+
+@triton.jit
+def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(PARTS + split * count + at, mask=at < count, other=0.0)
+    tl.store(OUT + at, total.to(tl.bfloat16), mask=at < count)
+
+
+@triton.jit
+def _widen(CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < K
+    scale_row = row // N * tl.cdiv(N, HEIGHT) + row % N // HEIGHT
+    scales = tl.load(SCALES + scale_row * (K // 32) + at // 32, mask=inside, other=127)
+    values = e4m3_value(tl.load(CODES + row * K + at, mask=inside, other=0)) * power(scales.to(tl.int32))
+    tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
+
+
+def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int) -> torch.Tensor:
+    """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows."""
+    rows, inner = codes.shape[-2:]
+    made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    block = min(2048, triton.next_power_of_2(inner))
+    grid = (codes.numel() // inner, triton.cdiv(inner, block))
+    _widen[grid](codes, scales, made, K=inner, N=rows, HEIGHT=height, BLOCK=block, num_warps=4)
+    return made
 
 
 def dense_linear(
@@ -59,22 +122,32 @@ def dense_linear(
     """Return bfloat16 [t, G n]: group g of every row times weight g.
 
     `codes` uint8 [t, G k] (e4m3), `scales` uint8 [t, G k / 32] (e8m0) of rows; `weight` uint8 [G, n, k], `weight_scales`
-    uint8 [G, ceil(n / 32), k / 32]; all contiguous, k a multiple of 32. Products are exact, sums float32 along k, one
-    rounding. `fixed`: tiles do not depend on t, so that a row's bits depend on the row alone.
+    uint8 [G, ceil(n / 32), k / 32]; all contiguous, k a multiple of 32, scales at addresses that are multiples of 4.
+    Products are exact; 32 of them are summed as the matrix unit does (on Hopper with 13 bits below the largest), those
+    sums in float32 along k, one rounding. `fixed`: tiles do not depend on t, so that a row's bits depend on the row alone.
     """
     rows = len(codes)
     groups, out, inner = weight.shape
     made = torch.empty(rows, groups * out, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return made
-    tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
-    tiles = groups * (1 if fixed else triton.cdiv(rows, tile))
-    heights = (128, 64, 32) if tile == 128 else (64, 32)
-    height = next((h for h in heights if triton.cdiv(out, h) * tiles >= _PROGRAMS), 16)
-    step = next((s for s in (256, 128, 64) if inner % s == 0 and s * (height + tile) <= 1 << 14), 32)
-    grid = (triton.cdiv(out, height), triton.cdiv(rows, tile), groups)
+    shape = shape_of(rows, out, inner, groups, fixed=fixed)
+    if shape.widened:
+        wide, wide_weight = _widened(codes, scales, 1), _widened(weight, weight_scales, 32)
+        for g in range(groups):
+            torch.mm(wide[:, g * inner : (g + 1) * inner], wide_weight[g].T, out=made[:, g * out : (g + 1) * out])
+        return made
+    split = shape.splits > 1
+    target = torch.empty(shape.splits, *made.shape, dtype=torch.float32, device=codes.device) if split else made
+    grid = (triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile), groups * shape.splits)
     _dense_linear[grid](
-        codes, scales, weight, weight_scales, made, rows, K=inner, N=out, GROUPS=groups,
-        ROWS=height, TILE=tile, STEP=step, num_warps=8 if height == 128 else 4, num_stages=3 if height == 128 else 4,
+        codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
+        PACK=4 if inner // shape.splits % 128 == 0 else 1, ROWS=shape.height, TILE=shape.tile,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
+    if split:
+        block = 1024
+        _sum_parts[(triton.cdiv(made.numel(), block),)](
+            target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, num_warps=4
+        )
     return made
