@@ -8,6 +8,7 @@ over the copy bandwidth of the same run.
 import statistics
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def kernels_of(run: Callable[[], object]) -> list[dict[str, object]]:
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
+    found = sorted(profile.key_averages(), key=attrgetter("device_time_total"), reverse=True)
     rows = [{"kernel": e.key[:60], "us": e.device_time_total / 3, "calls": e.count / 3} for e in found[:16]]
     rest = sum(e.device_time_total for e in found[16:]) / 3
     rows.append({"kernel": "all others", "us": rest, "calls": sum(e.count for e in found[16:]) / 3})

@@ -61,7 +61,7 @@ def _dense_linear(
     here, exists = n < N, row < count
     inside = tl.arange(0, 32)
     # Scales of PACK groups of 32 are one word.
-    word: tl.constexpr = tl.int32 if PACK == 4 else tl.uint8
+    word = tl.int32 if PACK == 4 else tl.uint8
     codes = tl.pointer_type(tl.float8e4nv)
     weight = W.to(codes) + (group * N + n).to(tl.int64)[:, None] * K
     weight_scale = WS.to(tl.pointer_type(word)) + (group * tl.cdiv(N, 32) + n // 32) * (K // 32 // PACK)
