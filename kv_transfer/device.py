@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kv_transfer.api import I64
 
 HANDLE_BYTES = 64
@@ -60,8 +63,15 @@ class Cuda(Protocol):
         """Take back one `map`."""
         ...
 
-    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64) -> None:
-        """As `copy`, of pieces [n] of device memory that do not depend on each other, in any order: many at once."""
+    def pinned(self, device: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return host memory [nbytes] that the device copies from and to without a detour; it goes with its last view."""
+        ...
+
+    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64, blocks: int = 0) -> None:
+        """As `copy`, of pieces [n] of device memory that do not depend on each other, in any order: many at once.
+
+        By a kernel of so many `blocks` where that is possible; 0: by the copy engines.
+        """
         ...
 
     def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:

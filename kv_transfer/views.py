@@ -38,9 +38,9 @@ class DeviceView:
         start, end, _ = part.indices(self._nbytes)
         return self.pieces([start], [end - start])[0]
 
-    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[U8]:
-        """Return copies of several pieces, fetched together."""
-        whole = np.empty(sum(sizes), np.uint8)
+    def pieces(self, offsets: Sequence[int], sizes: Sequence[int], into: U8 | None = None) -> list[U8]:
+        """Return copies of several pieces, fetched together; `into` is memory for them that nobody uses any more."""
+        whole = np.empty(sum(sizes), np.uint8) if into is None else into
         ends = np.cumsum(sizes).tolist()
         begins = [end - size for end, size in zip(ends, sizes, strict=True)]
         base = int(whole.ctypes.data)
@@ -62,10 +62,10 @@ def views_of(regions: Sequence[MemoryRegion], cuda: Cuda | None) -> dict[int, By
     return views
 
 
-def pieces_of(view: Bytes, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of several pieces: in place where that is possible, else copied."""
+def pieces_of(view: Bytes, offsets: Sequence[int], sizes: Sequence[int], into: U8 | None = None) -> list[memoryview]:
+    """Return the bytes of several pieces: in place where that is possible, else copied (`into` memory for them)."""
     if isinstance(view, DeviceView):
-        return [piece.data for piece in view.pieces(offsets, sizes)]
+        return [piece.data for piece in view.pieces(offsets, sizes, into)]
     memory = view.data
     return [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
 

@@ -6,19 +6,25 @@ Addresses are numbers. Primary contexts are shared with whatever else in this pr
 import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Iterable
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
 import numpy as np
+import numpy.typing as npt
 
 from core.errors import ConfigError, TransferFailed
 from kv_transfer.api import I64
+from kv_transfer.backends.cuda_gather import Gather, suits
 from kv_transfer.device import HANDLE_BYTES
 
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
 _SOURCE_IN_STREAM_ORDER = 1
+_FOR_EVERY_CONTEXT = 1
 _FEWEST_IN_BATCH = 4
+_LARGE = 2 << 20
+"""Pieces of this mean size keep a copy engine as busy as a kernel could, and cost no multiprocessor."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +56,7 @@ class CudaDriver:
             raise ConfigError(f"there is no usable CUDA driver here: {error}") from error
         # CUDA 13 and newer; of older ones the call has another form.
         self._batch = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
+        self._gather: Gather | None = Gather(self)
         self._lock = threading.Lock()
         self._contexts: dict[int, c_void_p] = {}
         self._streams: dict[tuple[int, int], c_void_p] = {}
@@ -159,9 +166,33 @@ class CudaDriver:
                 del self._mapped[device, handle]
                 self.call("cuIpcCloseMemHandle", c_uint64(known[0]))
 
-    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64) -> None:
-        batch = self._batch
-        if batch is None or len(nbytes) < _FEWEST_IN_BATCH:
+    def pinned(self, device: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        self.use(device)
+        address = c_void_p()
+        try:
+            self.call("cuMemHostAlloc", byref(address), c_size_t(nbytes), c_uint(_FOR_EVERY_CONTEXT))
+        except TransferFailed as error:
+            logger.warning("copies through host memory are slower: %s", error.message)
+            return np.empty(nbytes, np.uint8)
+        assert address.value is not None
+        memory = (c_ubyte * nbytes).from_address(address.value)
+        weakref.finalize(memory, self._unpin, device, address.value).atexit = False
+        return np.ctypeslib.as_array(memory)
+
+    def _unpin(self, device: int, address: int) -> None:
+        try:
+            self.use(device)
+            self.call("cuMemFreeHost", c_void_p(address))
+        except TransferFailed as error:
+            logger.warning("page-locked memory was not given back: %s", error.message)
+
+    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64, blocks: int = 0) -> None:
+        batch, small = self._batch, 0 < int(nbytes.sum()) < _LARGE * len(nbytes)
+        few = len(nbytes) < _FEWEST_IN_BATCH
+        by_kernel = blocks and small and not few and suits(targets, sources, nbytes)
+        if by_kernel and self._gathered(device, (targets, sources, nbytes), blocks):
+            return
+        if batch is None or few:
             self.copy(device, zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
             return
         self.use(device)
@@ -175,6 +206,23 @@ class CudaDriver:
             self._batch = None
             logger.warning("cuMemcpyBatchAsync failed with code %d: pages are copied one by one from now on", code)
             self.copy_apart(device, targets, sources, nbytes)
+
+    def _gathered(self, device: int, pieces: tuple[I64, I64, I64], blocks: int) -> bool:
+        """Copy with the kernel; False, for good, if it cannot be started."""
+        gather = self._gather
+        if gather is None:
+            return False
+        self.use(device)
+        stream = self._stream(device)
+        try:
+            gather.start(device, stream, pieces, blocks)
+        except TransferFailed as error:
+            self._gather = None
+            logger.warning("pages are copied by the copy engines: %s", error.message)
+            self.call("cuStreamSynchronize", stream)
+            return False
+        self.call("cuStreamSynchronize", stream)
+        return True
 
     def copy(self, device: int, copies: Iterable[tuple[int, int, int]]) -> None:
         self.use(device)

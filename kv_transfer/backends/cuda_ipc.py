@@ -88,7 +88,7 @@ class CudaPeer(LanePeer):
             job.check(self.shared.clock)
             columns = (part.target_offsets + target, part.source_offsets + source, part.nbytes)
             if on_devices and _are_apart(part):
-                self._cuda.copy_apart(self._device, *columns)
+                self._cuda.copy_apart(self._device, *columns, blocks=self.shared.config.gather_blocks)
             else:
                 self._cuda.copy(self._device, zip(*(column.tolist() for column in columns), strict=True))
             job.op.landed_bytes += part.total_bytes

@@ -34,8 +34,9 @@ from kv_transfer.backends.tcp_wire import (
     tune,
 )
 from kv_transfer.config import TransferConfig
+from kv_transfer.memory import U8
 from kv_transfer.plan import check_ranges, split
-from kv_transfer.views import pieces_of
+from kv_transfer.views import Bytes, DeviceView, pieces_of
 
 MAX_CONNECTIONS = 256
 MAX_WAITING = 64
@@ -154,6 +155,8 @@ class _Stream:
         self._waiting: deque[ReadRequest] = deque()
         self._cancelled: set[int] = set()
         self._current = 0
+        self._bounce: U8 | None = None
+        """Where a frame of device memory lies while it is sent."""
 
     def run(self) -> None:
         while not self._closing.is_set():
@@ -190,10 +193,15 @@ class _Stream:
             if not self._guard.readable(LeaseId(request.lease), request.region, offsets, nbytes):
                 return Status.REFUSED
             head = FRAME.pack(Status.DATA, request.op, int(nbytes.sum()))
-            pieces = pieces_of(view, offsets.tolist(), nbytes.tolist())
+            pieces = pieces_of(view, offsets.tolist(), nbytes.tolist(), self._bounce_of(view))
             tail = [FRAME.pack(Status.END, request.op, 0)] if number == len(parts) else []
             send_all(self._connection, [head, *pieces, *tail])
         return Status.DATA
+
+    def _bounce_of(self, view: Bytes) -> U8 | None:
+        if self._bounce is None and isinstance(view, DeviceView):
+            self._bounce = view.cuda.pinned(view.device, self._frame_bytes)
+        return self._bounce
 
     def _take_requests(self) -> None:
         while (data := self._inbox.take()) is not None:

@@ -90,7 +90,10 @@ class FakeCuda:
         if not self.num_maps[handle]:
             self.maps.pop(handle)[0].close()
 
-    def copy_apart(self, device: int, targets, sources, nbytes) -> None:
+    def pinned(self, device: int, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, 0xEE, np.uint8)
+
+    def copy_apart(self, device: int, targets, sources, nbytes, blocks: int = 0) -> None:
         order = np.random.default_rng(len(nbytes)).permutation(len(nbytes))
         self.copy(device, zip(*(column[order].tolist() for column in (targets, sources, nbytes)), strict=True))
 
