@@ -53,7 +53,8 @@ CHIPS = {
 }
 _COLUMNS = 512
 """Of tensor memory."""
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
+_NVIDIA_OPTIONS = ("maxnreg", "launch_pdl")
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
     torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bool: "*i1",
@@ -111,6 +112,7 @@ def launches(case: Case, size: dict[str, int], chip: Chip) -> list[Launch]:
     with (
         patch.object(JITFunction, "run", catch),
         patch.object(kernels_chip, "speaks_ptx", lambda: chip.ptx),
+        patch.object(kernels_chip, "can_fetch", lambda: chip.ptx),
         patch.object(kernels_chip, "has_tensor_memory", lambda _: chip.tensor_memory),
     ):
         TRITON.load(case.op)(*inputs.args)
@@ -126,7 +128,7 @@ def facts(launch: Launch, name: str) -> dict[str, Any]:
         constexprs={(i,): constants[n] for i, n in enumerate(launch.signature) if n in constants},
         attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
     )
-    options = {k: v for k, v in launch.options.items() if chip.ptx or k != "maxnreg"}
+    options = {k: v for k, v in launch.options.items() if chip.ptx or k not in _NVIDIA_OPTIONS}
     made = triton.compile(source, target=chip.target, options=options)
     text = made.asm.get("ptx") or made.asm["amdgcn"]
     columns = getattr(made.metadata, "tmem_size", None) or 0

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import e4m3_value, power
+from engine.kernels import chip
+from engine.kernels.device import e4m3_value, fetch_rows, power
 
 _PROGRAMS = 264
 """K is cut until there are so many programs, two a multiprocessor."""
@@ -34,6 +35,8 @@ class Shape(NamedTuple):
     """Parts of K."""
     widened: bool
     """Through bfloat16 and the vendor's product."""
+    fetch: bool
+    """All of a program's weights are asked for at once, into the second-level cache."""
     num_warps: int
     num_stages: int
 
@@ -41,19 +44,19 @@ class Shape(NamedTuple):
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
     """Return the shape for sizes; `fixed`: it does not depend on `rows`."""
     if rows >= _MANY_ROWS and not fixed:
-        return Shape(128, 128, 1, widened=True, num_warps=8, num_stages=3)
+        return Shape(128, 128, 1, widened=True, fetch=False, num_warps=8, num_stages=3)
     tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
     programs = triton.cdiv(out, 64) * groups * (1 if fixed else triton.cdiv(rows, tile))
     steps = inner // (256 if inner % 256 == 0 else 32)
     parts = [s for s in range(1, _MOST_SPLITS + 1) if steps % s == 0]
     splits = next((s for s in parts if programs * s >= _PROGRAMS), parts[-1])
-    return Shape(64, tile, splits, widened=False, num_warps=4, num_stages=4)
+    return Shape(64, tile, splits, widened=False, fetch=False, num_warps=4, num_stages=4)
 
 
 @triton.jit
 def _dense_linear(
     X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -64,6 +67,8 @@ def _dense_linear(
     word = tl.int32 if PACK == 4 else tl.uint8
     codes = tl.pointer_type(tl.float8e4nv)
     weight = W.to(codes) + (group * N + n).to(tl.int64)[:, None] * K
+    if FETCH:
+        fetch_rows(W + (group * N + tl.where(here, n, 0)).to(tl.int64) * K + split * (K // SPLITS), K // SPLITS)
     weight_scale = WS.to(tl.pointer_type(word)) + (group * tl.cdiv(N, 32) + n // 32) * (K // 32 // PACK)
     x = X.to(codes) + row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
     x_scale = S.to(tl.pointer_type(word)) + row.to(tl.int64) * (GROUPS * K // 32 // PACK) + group * (K // 32 // PACK)
@@ -143,7 +148,7 @@ def dense_linear(
     _dense_linear[grid](
         codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
         PACK=4 if inner // shape.splits % 128 == 0 else 1, ROWS=shape.height, TILE=shape.tile,
-        num_warps=shape.num_warps, num_stages=shape.num_stages,
+        FETCH=shape.fetch and chip.can_fetch(), num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if split:
         block = 1024

@@ -193,3 +193,19 @@ def _codes(half):
     c = ((half >> 6) & 8) | (half & 7)
     d = ((half >> 11) & 12) | ((half >> 10) & 3)
     return a | (b << 4) | (c << 8) | (d << 12)
+
+
+@triton.jit
+def fetch_rows(rows, SIZE: tl.constexpr):
+    """Ask for SIZE bytes (a multiple of 16) behind each of some pointers into the second-level cache; waits for nothing.
+
+    Only where `chip.can_fetch`.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,n",
+        [rows.to(tl.int64), tl.full(rows.shape, SIZE, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
