@@ -1,16 +1,33 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Choice of experts from router products: square root of softplus, biases that steer, best k, normalised weights."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses; a program has a row."""
+
+    warps: int
+    pdl: bool
+
+
+def shape_of(experts: int) -> Shape:
+    """Return the shape for so many experts."""
+    return Shape(1 if experts <= 64 else 4, pdl=False)
 
 
 @triton.jit
 def _choose_routes(
     LOGITS, BIAS, KINDS, CHOSEN, WEIGHTS, temperature, eps, scale,
-    E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0)
     at = tl.arange(0, EXPERTS)
     inside = at < E
@@ -50,8 +67,10 @@ def choose_routes(
     chosen = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     if rows:
+        shape = shape_of(experts)
         _choose_routes[(rows,)](
             logits, bias, kinds, chosen, weights, temperature, eps, scale,
-            E=experts, EXPERTS=triton.next_power_of_2(experts), K=k, num_warps=1 if experts <= 64 else 4,
+            E=experts, EXPERTS=triton.next_power_of_2(experts), K=k, PDL=shape.pdl, num_warps=shape.warps,
+            **options(shape.pdl),
         )  # fmt: skip
     return chosen, weights

@@ -1,16 +1,35 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Ring commit: the last packed rows of a chunk move to where later steps read them."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    tile: int
+    """Rows a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of() -> Shape:
+    """Return the shape."""
+    return Shape(4, 4, pdl=False)
 
 
 @triton.jit
 def _commit_ring(
     PACKED, TOKENS, RECORD, POSITIONS, RING, count, capacity, record_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = row < count
     token = tl.load(TOKENS + row, mask=exists, other=0)
@@ -31,12 +50,14 @@ def commit_ring(
     place twice; `ring` uint8 [rows, capacity, width], its last two axes dense.
     """
     wide = torch.int32 if packed.shape[1] % 4 == 0 else torch.int16
-    width, tile = packed.shape[1] // wide.itemsize, 4
+    width = packed.shape[1] // wide.itemsize
     assert ring.stride()[1:] == (ring.shape[2], 1)
     if not len(tokens):
         return
     words, slots = packed.view(wide), ring.view(wide)
-    _commit_ring[(triton.cdiv(len(tokens), tile),)](
-        words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), TILE=tile, num_warps=4,
+    shape = shape_of()
+    _commit_ring[(triton.cdiv(len(tokens), shape.tile),)](
+        words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0), WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
+        **options(shape.pdl),
     )  # fmt: skip

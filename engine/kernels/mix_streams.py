@@ -1,53 +1,92 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 """Mega mHC: expand a sublayer's output over the residual streams, collapse them with coefficients that are already
 known, normalise and quantize the next sublayer's input; every byte is read and written once.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses. One shape for all numbers of rows: the order of the norm's sum depends on it."""
+
+    chunk: int
+    """Columns at a time; a program has a row."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(width: int) -> Shape:
+    """Return the shape for streams of a width."""
+    chunk = min(1024, triton.next_power_of_2(width))
+    return Shape(chunk, max(1, chunk // 64), pdl=False)
 
 
 @triton.jit
 def _mix_streams(
-    Y, X, POST, COMB, PRE, W, MADE, NORMED, CODES, SCALES, eps, D: tl.constexpr, CHUNK: tl.constexpr
+    Y, X, POST, COMB, PRE, W, MADE, NORMED, CODES, SCALES, eps, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    weights = ()
+    for start in tl.static_range(0, D, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        weights += (tl.load(W + at, mask=at < D, other=0.0),)
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros((CHUNK,), tl.float32)
-    for start in tl.range(0, D, CHUNK):
+    pre = _four(PRE + row * 4)
+    post = _four(POST + row * 4)
+    comb = (_four(COMB + row * 16), _four(COMB + row * 16 + 4), _four(COMB + row * 16 + 8), _four(COMB + row * 16 + 12))
+    # All reads come before the first write, which they would have to wait behind.
+    given = ()
+    for start in tl.static_range(0, D, CHUNK):
         at = start + tl.arange(0, CHUNK)
         inside = at < D
-        y = tl.load(Y + row * D + at, mask=inside, other=0.0).to(tl.float32)
         old = X + row * (4 * D) + at
-        x0 = tl.load(old, mask=inside, other=0.0).to(tl.float32)
-        x1 = tl.load(old + D, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(old + 2 * D, mask=inside, other=0.0).to(tl.float32)
-        x3 = tl.load(old + 3 * D, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(Y + row * D + at, mask=inside, other=0.0)
+        x0 = tl.load(old, mask=inside, other=0.0)
+        x1 = tl.load(old + D, mask=inside, other=0.0)
+        x2 = tl.load(old + 2 * D, mask=inside, other=0.0)
+        x3 = tl.load(old + 3 * D, mask=inside, other=0.0)
+        given += ((y, x0, x1, x2, x3),)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    held = ()
+    for start in tl.static_range(0, D, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < D
+        y, x0, x1, x2, x3 = given[start // CHUNK]
+        y = y.to(tl.float32)
+        x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
         collapsed = tl.zeros((CHUNK,), tl.float32)
         for k in tl.static_range(4):
-            comb = COMB + row * 16 + k
-            mixed = tl.load(POST + row * 4 + k) * y + tl.load(comb) * x0
-            mixed = mixed + tl.load(comb + 4) * x1 + tl.load(comb + 8) * x2 + tl.load(comb + 12) * x3
+            mixed = post[k] * y + comb[0][k] * x0
+            mixed = mixed + comb[1][k] * x1 + comb[2][k] * x2 + comb[3][k] * x3
             made = mixed.to(tl.bfloat16)
             tl.store(MADE + row * (4 * D) + k * D + at, made, mask=inside)
-            collapsed += tl.load(PRE + row * 4 + k) * made.to(tl.float32)
+            collapsed += pre[k] * made.to(tl.float32)
         rounded = collapsed.to(tl.bfloat16)
-        # Parked where the result goes, until the norm's statistic is known.
-        tl.store(NORMED + row * D + at, rounded, mask=inside)
         squares += rounded.to(tl.float32) * rounded.to(tl.float32)
+        held += (rounded,)
     scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
-    for start in tl.range(0, D, CHUNK):
+    for start in tl.static_range(0, D, CHUNK):
         at = start + tl.arange(0, CHUNK)
         inside = at < D
-        collapsed = tl.load(NORMED + row * D + at, mask=inside, other=0.0).to(tl.float32)
-        normed = (tl.load(W + at, mask=inside, other=0.0) * (collapsed * scale)).to(tl.bfloat16)
+        collapsed = held[start // CHUNK].to(tl.float32)
+        normed = (weights[start // CHUNK] * (collapsed * scale)).to(tl.bfloat16)
         tl.store(NORMED + row * D + at, normed, mask=inside)
         codes, scales = q8_code(tl.reshape(normed.to(tl.float32), (CHUNK // 32, 32)))
         tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=inside)
         group = start // 32 + tl.arange(0, CHUNK // 32)
         tl.store(SCALES + row * (D // 32) + group, scales.to(tl.uint8), mask=group < D // 32)
+
+
+@triton.jit
+def _four(at):
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 def mix_streams(
@@ -70,9 +109,9 @@ def mix_streams(
     made, normed = torch.empty_like(streams), torch.empty_like(y)
     codes = torch.empty(rows, width, dtype=torch.uint8, device=y.device)
     scales = torch.empty(rows, width // 32, dtype=torch.uint8, device=y.device)
-    chunk = min(1024, triton.next_power_of_2(width))
+    shape = shape_of(width)
     _mix_streams[(rows,)](
-        y, streams, post, comb, pre, weight, made, normed, codes, scales, eps,
-        D=width, CHUNK=chunk, num_warps=max(1, chunk // 256), enable_fp_fusion=False,
+        y, streams, post, comb, pre, weight, made, normed, codes, scales, eps, D=width, CHUNK=shape.chunk,
+        PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip
     return made, normed, codes, scales

@@ -1,15 +1,33 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Quantization of rows as a quantized linear reads them: e4m3 with a power of two per 32 values."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    block: int
+    """Values a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of() -> Shape:
+    """Return the shape."""
+    return Shape(2048, 4, pdl=False)
 
 
 @triton.jit
-def _quantize_rows(X, CODES, SCALES, count, BLOCK: tl.constexpr):
+def _quantize_rows(X, CODES, SCALES, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
     codes, scales = q8_code(tl.reshape(x, (BLOCK // 32, 32)))
@@ -23,7 +41,10 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     codes = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, width // 32, dtype=torch.uint8, device=x.device)
-    block = 2048
     if rows:
-        _quantize_rows[(triton.cdiv(rows * width, block),)](x, codes, scales, rows * width, BLOCK=block, num_warps=4)
+        shape = shape_of()
+        _quantize_rows[(triton.cdiv(rows * width, shape.block),)](
+            x, codes, scales, rows * width, BLOCK=shape.block, PDL=shape.pdl, num_warps=shape.warps,
+            **options(shape.pdl),
+        )  # fmt: skip
     return codes, scales

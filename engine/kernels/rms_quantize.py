@@ -1,27 +1,52 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Root-mean-square norm and quantization to e4m3 in groups of 32, in one pass over memory."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses. One shape for all numbers of rows: the order of the norm's sum depends on it."""
+
+    chunk: int
+    """Columns at a time; a program has a row."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(width: int) -> Shape:
+    """Return the shape for rows of a width."""
+    chunk = min(1024, triton.next_power_of_2(width))
+    return Shape(chunk, max(1, chunk // 256), pdl=False)
 
 
 @triton.jit
-def _rms_quantize(X, W, Y, CODES, SCALES, eps, stride, D: tl.constexpr, CHUNK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros((CHUNK,), tl.float32)
+def _rms_quantize(
+    X, W, Y, CODES, SCALES, eps, stride, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    weights = ()
     for start in tl.static_range(0, D, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        x = tl.load(X + row * stride + at, mask=at < D, other=0.0).to(tl.float32)
-        squares += x * x
+        weights += (tl.load(W + at, mask=at < D, other=0.0),)
+    after_kernels_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    held = ()
+    for start in tl.static_range(0, D, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        x = tl.load(X + row * stride + at, mask=at < D, other=0.0)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+        held += (x,)
     scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
     for start in tl.static_range(0, D, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        # The row is in the first-level cache by now.
-        x = tl.load(X + row * stride + at, mask=at < D, other=0.0).to(tl.float32)
-        y = (tl.load(W + at, mask=at < D, other=0.0) * (x * scale)).to(tl.bfloat16)
+        y = (weights[start // CHUNK] * (held[start // CHUNK].to(tl.float32) * scale)).to(tl.bfloat16)
         tl.store(Y + row * D + at, y, mask=at < D)
         codes, scales = q8_code(tl.reshape(y.to(tl.float32), (CHUNK // 32, 32)))
         tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=at < D)
@@ -39,9 +64,10 @@ def rms_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
     y = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
     codes = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, width // 32, dtype=torch.uint8, device=x.device)
-    chunk = min(1024, triton.next_power_of_2(width))
     if rows:
+        shape = shape_of(width)
         _rms_quantize[(rows,)](
-            x, weight, y, codes, scales, eps, x.stride(0), D=width, CHUNK=chunk, num_warps=max(1, chunk // 256)
-        )
+            x, weight, y, codes, scales, eps, x.stride(0), D=width, CHUNK=shape.chunk, PDL=shape.pdl,
+            num_warps=shape.warps, **options(shape.pdl),
+        )  # fmt: skip
     return y, codes, scales

@@ -6,11 +6,31 @@ by two bits at a time, counts of all elements deciding, and writes its chunk's b
 from again until one chunk is left: the best k of all are among the best k of every chunk.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import after_kernels_before, options
+
 _CHUNK = 4096
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    chunk: int
+    """Columns a program holds."""
+    each: int
+    """Of them, by a warp; eight warps at most."""
+    most_warps: int
+    pdl: bool
+
+
+def shape_of(k: int) -> Shape:
+    """Return the shape for a choice of k."""
+    return Shape(max(_CHUNK, 4 * triton.next_power_of_2(k)), 512, 8, pdl=False)
 
 
 @triton.jit
@@ -40,8 +60,9 @@ def _kth(key, K: tl.constexpr):
 def _select(
     SCORES, KEYS, IDS, VISIBLE, OUT_KEYS, OUT_IDS, size, score_stride, in_stride, out_stride,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -104,7 +125,8 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
     device = scores.device
     keys = ids = scores
     first = True
-    chunk = max(_CHUNK, 4 * triton.next_power_of_2(k))
+    shape = shape_of(k)
+    chunk = shape.chunk
     while True:
         chunks = triton.cdiv(size, chunk)
         out_ids = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
@@ -113,7 +135,7 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
         _select[(rows, chunks)](
             scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), keys.stride(0), out_ids.stride(0),
             K=k, WIDTH=triton.next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
-            num_warps=max(1, min(8, width // 512)),
+            PDL=shape.pdl, num_warps=max(1, min(shape.most_warps, width // shape.each)), **options(shape.pdl),
         )  # fmt: skip
         if chunks == 1:
             return out_ids

@@ -1,13 +1,32 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Sorts (row, expert) pairs by expert, keeping the order of pairs: one launch, no atomics, the same result every time."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses; a program has an expert."""
+
+    chunk: int
+    """Pairs at a time."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(pairs: int) -> Shape:
+    """Return the shape for so many pairs."""
+    return Shape(min(4096, triton.next_power_of_2(pairs)), 4, pdl=False)
+
 
 @triton.jit
-def _sort_routes(EXPERTS, ORDER, OFFSETS, count, num_experts, CHUNK: tl.constexpr):
+def _sort_routes(EXPERTS, ORDER, OFFSETS, count, num_experts, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
     expert = tl.program_id(0)
     below = tl.zeros((CHUNK,), tl.int32)
     for start in tl.range(0, count, CHUNK):
@@ -38,6 +57,9 @@ def sort_routes(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
     count = experts.numel()
     order = torch.empty(count, dtype=torch.int32, device=experts.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    chunk = min(4096, triton.next_power_of_2(count))
-    _sort_routes[(num_experts + 1,)](experts, order, offsets, count, num_experts, CHUNK=chunk, num_warps=4)
+    shape = shape_of(count)
+    _sort_routes[(num_experts + 1,)](
+        experts, order, offsets, count, num_experts, CHUNK=shape.chunk, PDL=shape.pdl, num_warps=shape.warps,
+        **options(shape.pdl),
+    )  # fmt: skip
     return order, offsets

@@ -1,21 +1,41 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Window rows from their projection into their ring: norm, rotary embedding, quantization, packing, scatter."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code, rotated
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses. One shape for all numbers of rows: the order of the norm's sum depends on it."""
+
+    tile: int
+    """Rows a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of() -> Shape:
+    """Return the shape."""
+    return Shape(4, 4, pdl=False)
 
 
 @triton.jit
 def _store_window(
     X, W, COS, SIN, RECORD, AT, ROWS, eps, count, record_stride, stride,
     D: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = row < count
     at = tl.arange(0, D)
+    weight = tl.load(W + at)
+    after_kernels_before(PDL)
     record = tl.load(RECORD + row, mask=exists, other=-1)
     out = ROWS + record * record_stride + tl.load(AT + row, mask=exists, other=0) * WIDTH
     kept = (record >= 0)[:, None]
@@ -26,7 +46,7 @@ def _store_window(
     sin = tl.load(SIN + place, mask=turns, other=0.0)
     x = tl.load(X + row[:, None].to(tl.int64) * stride + at, mask=exists[:, None], other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
-    y = (tl.load(W + at) * (x * scale[:, None])).to(tl.bfloat16).to(tl.float32)
+    y = (weight * (x * scale[:, None])).to(tl.bfloat16).to(tl.float32)
     even, odd = tl.split(tl.reshape(y, (TILE, D // 2, 2)))
     even, odd = rotated(even, odd, cos, sin)
     codes, scales = q8_code(tl.reshape(tl.join(even, odd), (TILE, D // 32, 32)))
@@ -52,10 +72,11 @@ def store_window(
     """
     count, width = latents.shape
     assert rows.stride()[1:] == (rows.shape[2], 1)
-    tile = 4
     if not count:
         return
-    _store_window[(triton.cdiv(count, tile),)](
-        latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0), latents.stride(0),
-        D=width, ROPE=2 * cos.shape[1], WIDTH=rows.shape[2], TILE=tile, num_warps=4,
+    shape = shape_of()
+    _store_window[(triton.cdiv(count, shape.tile),)](
+        latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0), latents.stride(0), D=width,
+        ROPE=2 * cos.shape[1], WIDTH=rows.shape[2], TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
+        **options(shape.pdl),
     )  # fmt: skip

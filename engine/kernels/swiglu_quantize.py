@@ -1,15 +1,33 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """The inner activation of a dense gated block: clamped SwiGLU, then quantized for the second projection."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    block: int
+    """Values of a row, a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(width: int) -> Shape:
+    """Return the shape for rows of a width."""
+    return Shape(min(1024, triton.next_power_of_2(width)), 4, pdl=False)
 
 
 @triton.jit
-def _swiglu_quantize(X, CODES, SCALES, limit, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_quantize(X, CODES, SCALES, limit, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < INNER
@@ -32,9 +50,10 @@ def swiglu_quantize(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.
     rows, inner = x.shape[0], x.shape[1] // 2
     codes = torch.empty(rows, inner, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, inner // 32, dtype=torch.uint8, device=x.device)
-    block = min(1024, triton.next_power_of_2(inner))
     if rows:
-        _swiglu_quantize[(rows, triton.cdiv(inner, block))](
-            x, codes, scales, limit, INNER=inner, BLOCK=block, num_warps=4
-        )
+        shape = shape_of(inner)
+        _swiglu_quantize[(rows, triton.cdiv(inner, shape.block))](
+            x, codes, scales, limit, INNER=inner, BLOCK=shape.block, PDL=shape.pdl, num_warps=shape.warps,
+            **options(shape.pdl),
+        )  # fmt: skip
     return codes, scales

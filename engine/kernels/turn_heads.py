@@ -1,19 +1,39 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Rotary embedding of query heads, in place: only the turned values are read and written."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.device import rotated
+from engine.kernels.overlap import after_kernels_before, options
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    heads: int
+    """Of a row, a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(rows: int, heads: int) -> Shape:
+    """Return the shape for rows of so many heads."""
+    few = 8 if rows <= 64 else 64
+    return Shape(min(few, triton.next_power_of_2(heads)), 4, pdl=False)
 
 
 @triton.jit
 def _turn_heads(
-    X, COS, SIN, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr
+    X, COS, SIN, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, PAIRS)
     turns = pair < ROPE // 2
     where = (head < H)[:, None, None] & turns[None, :, None]
@@ -34,7 +54,8 @@ def turn_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if not rows:
         return
     pairs = cos.shape[1]
-    _turn_heads[(rows,)](
-        x, cos, sin, H=heads, HEADS=triton.next_power_of_2(heads), D=width, ROPE=2 * pairs,
-        PAIRS=triton.next_power_of_2(pairs), num_warps=4, enable_fp_fusion=False,
+    shape = shape_of(rows, heads)
+    _turn_heads[(rows, triton.cdiv(heads, shape.heads))](
+        x, cos, sin, H=heads, HEADS=shape.heads, D=width, ROPE=2 * pairs, PAIRS=triton.next_power_of_2(pairs),
+        PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip

@@ -1,0 +1,35 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+"""Launches that begin while the kernel before them ends: programmatic dependent launch, on NVIDIA since Hopper.
+
+A kernel that is launched so must call `after_kernels_before` before it touches what any earlier kernel reads or writes;
+weights it may read before, because nothing on the device writes them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels import chip
+
+_FIRST_CAPABILITY = 9
+
+
+@triton.jit
+def after_kernels_before(PDL: tl.constexpr):
+    """Let the next kernel begin, then wait until all earlier ones are done; nothing unless `PDL`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether kernels for a device may be launched so; off a GPU, whether the compiler can be told."""
+    if not chip.speaks_ptx():
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= _FIRST_CAPABILITY
+
+
+def options(pdl: bool) -> dict[str, bool]:
+    """Return launch options: compilers of other makers and the interpreter know none for this."""
+    return {"launch_pdl": True} if pdl else {}
