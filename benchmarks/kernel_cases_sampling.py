@@ -26,7 +26,50 @@ def _sample_tokens(g: torch.Generator, size: dict[str, int]) -> Inputs:
     return Inputs(args, least_bytes=size_of(logits))
 
 
+def _token_borders(g: torch.Generator, size: dict[str, int]) -> Inputs:
+    r, vocab, device = size["r"], size["v"], g.device
+    logits = torch.randn(r, vocab, generator=g, device=device)
+    # Peaked as a trained model's: few ids have the mass. Flat: all have some.
+    logits = logits * 0.5 if size.get("flat") else logits * 2 + 12 * torch.rand_like(logits).pow(64)
+    if size.get("ties"):
+        logits = logits.bfloat16().float()
+    if size.get("holes"):
+        logits = logits.masked_fill(torch.rand(logits.shape, generator=g, device=device) < 0.9, -torch.inf)
+    at = torch.randperm(r, generator=g, device=device)
+    rank = torch.arange(r, device=device)
+    temperature = 0.6 + 0.1 * (rank % 8).double()
+    # Kinds of rows: top-p, top-k, both, min-p, all three, a top-k that few rows can hold.
+    kind = torch.full_like(rank, size["kind"]) if "kind" in size else rank % 6
+    top_p = torch.where((kind == 0) | (kind == 2) | (kind == 4), 0.9 + 0.02 * (rank % 4), 1.0).double()
+    top_k = torch.where((kind == 1) | (kind == 2) | (kind == 4), 1 + 37 * (rank % 7), 0)
+    top_k = torch.where(kind == 5, vocab // 3, top_k)
+    log_min_p = torch.where((kind == 3) | (kind == 4), 0.01 + 0.1 * (rank % 5), 0.0).double().log()
+    args = (logits, at, temperature, log_min_p, top_k, top_p)
+    return Inputs(args, least_bytes=size_of(logits))
+
+
 CASES_SAMPLING = (
+    Case(
+        "token_borders",
+        _token_borders,
+        (exact, exact),
+        small=(
+            {"r": 6, "v": 5003},
+            {"r": 6, "v": 3001, "flat": 1},
+            {"r": 6, "v": 2500, "flat": 1, "ties": 1, "holes": 1},
+            {"r": 2, "v": 40},
+        ),
+        large=(
+            {"r": 256, "v": 128256},
+            {"r": 256, "v": 128256, "flat": 1},
+            {"r": 256, "v": 128256, "ties": 1},
+            {"r": 8, "v": 129280},
+            {"r": 8, "v": 129280, "flat": 1},
+            {"r": 256, "v": 128256, "kind": 0},
+            {"r": 256, "v": 128256, "kind": 1},
+            {"r": 256, "v": 128256, "kind": 0, "flat": 1},
+        ),
+    ),
     Case(
         "sample_tokens",
         _sample_tokens,

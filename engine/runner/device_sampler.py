@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.ops import pick
+from engine.kernels.reference.token_borders import token_borders
 from engine.runner.device_stream import DeviceStream
 from engine.sampling import GREEDY_BELOW, ChoiceParams
 
@@ -37,6 +38,7 @@ class DeviceSampler:
         device = stream.device
         self._vocab_size = vocab_size
         self._sample = pick("sample_tokens", device)
+        self._borders = pick("token_borders", device)
         self._zero = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._no_temperature = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self._no_border = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=device)
@@ -62,8 +64,8 @@ class DeviceSampler:
         if len(restricted):
             at = fields[7, : len(restricted)]
             limits = (log_min_p.view(torch.float64)[at], top_k[at], top_p.view(torch.float64)[at])
-            scaled = logits[at] / temperature[at].to(logits.dtype)[:, None]
-            found = borders(scaled, *limits)
+            borders = self._borders if logits.dtype is torch.float32 else token_borders
+            found = borders(logits, at, temperature[at], *limits)
             border, last = border.index_copy(0, at, found[0]), last.index_copy(0, at, found[1])
         tokens = self._sample(logits, temperature, seed, position, sample, border, last)
         if not len(wanting):
@@ -94,27 +96,6 @@ class DeviceSampler:
         host[8, : len(wanting)] = wanting
         self._values.copy_(upload, non_blocking=True)
         return self._values
-
-
-def borders(
-    scaled: torch.Tensor, log_min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (border float64 [r], last int64 [r]): what min-p, top-k and top-p leave are the logits above the border,
-    and those equal to it whose id is not above `last`.
-
-    `scaled` [r, vocab]; `log_min_p` float64 [r], -inf: off; `top_k` int64 [r], 0: off; `top_p` float64 [r], 1: off.
-    """
-    values, ids = scaled.sort(dim=1, descending=True, stable=True)
-    wide = values.double()
-    gaps = wide - wide[:, :1]
-    count = (gaps >= log_min_p[:, None]).sum(1)
-    count = torch.where(top_k > 0, torch.minimum(count, top_k), count)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    mass = gaps.exp().masked_fill_(rank >= count[:, None], 0).cumsum(1)
-    enough = torch.searchsorted(mass, (top_p * mass[:, -1])[:, None])[:, 0] + 1
-    count = torch.where(top_p < 1, torch.minimum(count, enough), count)
-    end = (count - 1).clamp(min=0)[:, None]
-    return wide.gather(1, end)[:, 0], ids.gather(1, end)[:, 0]
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
