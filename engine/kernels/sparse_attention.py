@@ -1,133 +1,157 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Mega attention of decoding and verification: window and selected entries in one softmax with sinks, from packed rows.
 
-One program has all heads of one row and a part of its keys; parts are merged by a second kernel. A key is unpacked once,
-into eight planes (elements n, n + 8, ..), and is value too. The output is turned back by the row's position.
-
-Where products are summed in tensor memory (128 lanes of 512 columns), eight outputs [heads, words] and the scores would
-need 576 columns: there keys and words are the lanes and heads the columns, and outputs are of two planes each (UPRIGHT).
+One program has all heads of one row and a part of its keys; parts are merged by a second kernel. A tile of keys is
+unpacked once, into shared memory, and is value too. The output is turned back by the row's position. Chips that sum
+products in tensor memory have a body of their own (`sparse_attention_upright`).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, e4m3_value, eight, fp4_planes, power
+from engine.kernels.device import UNPLANED
+from engine.kernels.sparse_attention_keys import entry_keys, entry_words, window_keys
+from engine.kernels.sparse_attention_upright import upright
 
-_TILE = 64
-"""Keys at a time."""
+
+class Shape(NamedTuple):
+    """How a launch is cut."""
+
+    tile: int
+    """Keys at a time."""
+    warps: int
+    stages: int
+    """Of the loop over entries."""
+    near_stages: int
+    """Of the loop over window rows."""
+    ahead: int
+    """Entries ahead: 0 as the compiler has it, 1 in registers, 2 addresses only."""
+    hidden: int
+    """The product of scores is in a branch (1), in a loop of one turn (2) or in the open (0)."""
+    near_hidden: int
+    half: bool
+    """Parts are bfloat16."""
+    merge_heads: int
+    merge_warps: int
+
+
+def shape_of(rows: int, heads: int, splits: int, *, upright: bool, ptx: bool) -> Shape:
+    """Return the shape of a launch of `rows` rows in `splits` parts; a row's bits must not depend on `rows`."""
+    del rows, heads, splits
+    if upright or not ptx:
+        # Pipelined, triton 3.6 does not compile it for chips with tensor memory, and no version for AMD's.
+        return Shape(64, 8, 1, 1, 1, 0, 0, False, 1, 4)
+    return Shape(64, 8, 2, 2, 1, 1, 2, False, 1, 4)
 
 
 @triton.jit
-def _whole(p, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return [ROWS, WIDTH] of eight planes."""
-    low = tl.join(tl.join(p[0], p[4]), tl.join(p[2], p[6]))
-    high = tl.join(tl.join(p[1], p[5]), tl.join(p[3], p[7]))
-    return tl.reshape(tl.join(low, high), (ROWS, WIDTH))
+def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
+    """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
 
-
-@triton.jit
-def _byte(words, n: tl.constexpr, scales):
-    """Return bfloat16 2^-60 * scale * byte n of int64 words as e4m3."""
-    code = ((words >> (8 * n)) & 0xFF).to(tl.uint8)
-    return (e4m3_value(code) * scales).to(tl.bfloat16)
-
-
-@triton.jit
-def _attend(
-    queries, keys, valid, most, total, o, SCALE: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
-    UPRIGHT: tl.constexpr,
-):  # fmt: skip
-    """Take one tile of keys, eight planes [TILE, WORDS], into the running softmax; returns most, total, outputs.
-
-    Outputs are the eight planes [H, WORDS] or, UPRIGHT, four [2 WORDS, H] whose rows are those of two planes in turns.
+    Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
+    the same: so it is hidden from the second, in a branch that is always taken or a loop of one turn (`once` is 1).
     """
-    scores = tl.zeros((H, TILE), tl.float32)
-    for n in tl.static_range(8):
-        scores = tl.dot(queries[n], tl.trans(keys[n]), scores)
+    scores = tl.zeros((queries.shape[0], keys.shape[0]), tl.float32)
+    if HIDDEN == 2:
+        for _ in tl.range(0, once):
+            scores = tl.dot(queries, tl.trans(keys), scores)
+    elif HIDDEN == 1:
+        if once > 0:
+            scores = tl.dot(queries, tl.trans(keys), scores)
+    else:
+        scores = tl.dot(queries, tl.trans(keys), scores)
     scores = tl.where(valid[None, :], scores * (SCALE * UNPLANED), float("-inf"))
     new = tl.maximum(most, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new[:, None])
     old = tl.exp2(most - new)
     total = total * old + tl.sum(weights, axis=1)
-    weights = weights.to(tl.bfloat16)
-    if UPRIGHT:
-        weights = tl.trans(weights)
-        old = old[None, :]
-        return new, total, (
-            tl.dot(_pair(keys[0], keys[1]), weights, o[0] * old), tl.dot(_pair(keys[2], keys[3]), weights, o[1] * old),
-            tl.dot(_pair(keys[4], keys[5]), weights, o[2] * old), tl.dot(_pair(keys[6], keys[7]), weights, o[3] * old),
-        )  # fmt: skip
+    return new, total, tl.dot(weights.to(tl.bfloat16), keys, o * old[:, None])
+
+
+@triton.jit
+def _address(chosen, pages, ENTRIES, entry_stride, per_page, D: tl.constexpr):
+    """Return int32 pointers of entries `chosen` int32, through a page table."""
+    chosen = tl.maximum(chosen, 0)
+    page = tl.load(pages + chosen // per_page).to(tl.int64)
+    return ENTRIES + page * entry_stride + (chosen % per_page) * (D // 8 + D // 64)
+
+
+@triton.jit
+def _near(queries, ring, position, floor, most, total, o, begin, end, once, capacity, D: tl.constexpr,
+          WINDOW: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+          HIDDEN: tl.constexpr):  # fmt: skip
+    """Attend over tiles `begin` .. `end` - 1 of the window."""
+    inside = tl.arange(0, TILE)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        seen = position - (WINDOW - 1) + tile * TILE + inside
+        valid = seen >= floor
+        slot = ring + tl.where(valid, seen % capacity, 0) * (D // 4 + D // 128)
+        keys = window_keys(slot, valid, TILE, D, PTX)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
+    return most, total, o
+
+
+@triton.jit
+def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once,
+         D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+         AHEAD: tl.constexpr, HIDDEN: tl.constexpr):  # fmt: skip
+    """Attend over tiles `begin` .. `end` - 1 of the selected entries."""
+    inside = tl.arange(0, TILE)
+    if AHEAD == 0:
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            chosen = tl.load(selection + tile * TILE + inside)
+            valid = chosen >= 0
+            words, packed = entry_words(_address(chosen, pages, ENTRIES, entry_stride, per_page, D), valid, D)
+            keys = entry_keys(words, packed, TILE, D, PTX)
+            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
+        return most, total, o
+    chosen = _chosen(selection, begin, end, TILE)
+    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    if AHEAD == 1:
+        words, packed = entry_words(entry, chosen >= 0, D)
+        chosen = _chosen(selection, begin + 1, end, TILE)
+        entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+        for tile in tl.range(begin, end, num_stages=1):
+            valid = tl.load(selection + tile * TILE + inside) >= 0
+            keys = entry_keys(words, packed, TILE, D, PTX)
+            words, packed = entry_words(entry, chosen >= 0, D)
+            chosen = _chosen(selection, tile + 2, end, TILE)
+            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
+            entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
     else:
-        old = old[:, None]
-        return new, total, (
-            tl.dot(weights, keys[0], o[0] * old), tl.dot(weights, keys[1], o[1] * old),
-            tl.dot(weights, keys[2], o[2] * old), tl.dot(weights, keys[3], o[3] * old),
-            tl.dot(weights, keys[4], o[4] * old), tl.dot(weights, keys[5], o[5] * old),
-            tl.dot(weights, keys[6], o[6] * old), tl.dot(weights, keys[7], o[7] * old),
-        )  # fmt: skip
+        later = _chosen(selection, begin + 1, end, TILE)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            words, packed = entry_words(entry, chosen >= 0, D)
+            chosen = later
+            entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+            later = _chosen(selection, tile + 2, end, TILE)
+            keys = entry_keys(words, packed, TILE, D, PTX)
+            valid = tl.load(selection + tile * TILE + inside) >= 0
+            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
+    return most, total, o
 
 
 @triton.jit
-def _pair(a, b):
-    """Return [2 WORDS, TILE] of two planes [TILE, WORDS]."""
-    return tl.trans(tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1])))
+def _chosen(selection, tile, end, TILE: tl.constexpr):
+    """Return int32 [TILE] entries of a tile, -1 beyond the last tile."""
+    at = tile * TILE + tl.arange(0, TILE)
+    return tl.load(selection + at, mask=at < end * TILE, other=-1)
 
 
 @triton.jit
-def _lying(o, H: tl.constexpr, WORDS: tl.constexpr):
-    """Return the eight planes [H, WORDS] of four outputs of `_attend_upright`."""
-    p0, p1 = tl.split(tl.reshape(tl.trans(o[0]), (H, WORDS, 2)))
-    p2, p3 = tl.split(tl.reshape(tl.trans(o[1]), (H, WORDS, 2)))
-    p4, p5 = tl.split(tl.reshape(tl.trans(o[2]), (H, WORDS, 2)))
-    p6, p7 = tl.split(tl.reshape(tl.trans(o[3]), (H, WORDS, 2)))
-    return p0, p1, p2, p3, p4, p5, p6, p7
-
-
-@triton.jit
-def _finished(o, total, COS, SIN, row, D: tl.constexpr, ROPE: tl.constexpr):
-    """Return eight planes of the output, divided by the softmax's total and turned back, in bfloat16."""
-    inverse = (1.0 / total * UNPLANED)[:, None]
-    pair = 4 * tl.arange(0, D // 8) - (D - ROPE) // 2
-    turns = pair >= 0
+def _finished(o, total, COS, SIN, row, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
+    """Return bfloat16 [ROWS, D] of outputs, divided by the softmax's total and turned back."""
+    real, imaginary = tl.split(tl.reshape(o * (1.0 / total * UNPLANED)[:, None], (ROWS, D // 2, 2)))
+    pair = tl.arange(0, D // 2) - (D - ROPE) // 2
     at = row * (ROPE // 2) + pair
-    a0, a1 = _back(o[0] * inverse, o[1] * inverse, COS, SIN, at, turns)
-    a2, a3 = _back(o[2] * inverse, o[3] * inverse, COS, SIN, at + 1, turns)
-    a4, a5 = _back(o[4] * inverse, o[5] * inverse, COS, SIN, at + 2, turns)
-    a6, a7 = _back(o[6] * inverse, o[7] * inverse, COS, SIN, at + 3, turns)
-    return a0, a1, a2, a3, a4, a5, a6, a7
-
-
-@triton.jit
-def _back(real, imaginary, COS, SIN, at, turns):
-    cos = tl.load(COS + at, mask=turns, other=1.0)[None, :]
-    sin = tl.load(SIN + at, mask=turns, other=0.0)[None, :]
-    return (real * cos + imaginary * sin).to(tl.bfloat16), (imaginary * cos - real * sin).to(tl.bfloat16)
-
-
-@triton.jit
-def _window_keys(slot, valid, D: tl.constexpr, TILE: tl.constexpr):
-    """Return eight planes [TILE, D / 8] of window rows at int64 pointers [TILE]."""
-    codes = tl.load(slot[:, None] + tl.arange(0, D // 8)[None, :], mask=valid[:, None], other=0)
-    at = slot.to(tl.pointer_type(tl.uint8))[:, None] + D + tl.arange(0, D // 32)[None, :]
-    wide = power(tl.load(at, mask=valid[:, None], other=127).to(tl.int32) - 60)
-    wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (TILE, D // 32, 4)), (TILE, D // 8))
-    return (
-        _byte(codes, 0, wide), _byte(codes, 1, wide), _byte(codes, 2, wide), _byte(codes, 3, wide),
-        _byte(codes, 4, wide), _byte(codes, 5, wide), _byte(codes, 6, wide), _byte(codes, 7, wide),
-    )  # fmt: skip
-
-
-@triton.jit
-def _entry_keys(entry, valid, D: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr):
-    """Return eight planes [TILE, D / 8] of entries at int32 pointers [TILE]."""
-    words = tl.load(entry[:, None] + tl.arange(0, D // 8)[None, :], mask=valid[:, None], other=0)
-    at = entry.to(tl.pointer_type(tl.uint8))[:, None] + D // 2 + tl.arange(0, D // 16)[None, :]
-    scales = tl.load(at, mask=valid[:, None], other=0)
-    lifted = (e4m3_value(scales) * 7.378697629483821e19).to(tl.bfloat16)  # 2^66, as `plane_scale` has it
-    lifted = tl.reshape(tl.broadcast_to(tl.expand_dims(lifted, 2), (TILE, D // 16, 2)), (TILE, D // 8))
-    return fp4_planes(words, lifted, PTX)
+    cos = tl.load(COS + at, mask=pair >= 0, other=1.0)[None, :]
+    sin = tl.load(SIN + at, mask=pair >= 0, other=0.0)[None, :]
+    turned = tl.join(real * cos + imaginary * sin, imaginary * cos - real * sin)
+    return tl.reshape(turned.to(tl.bfloat16), (ROWS, D))
 
 
 @triton.jit
@@ -136,101 +160,74 @@ def _sparse_attention(
     capacity, record_stride, entry_stride, page_stride, per_page,
     H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
+    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, AHEAD: tl.constexpr, HIDDEN: tl.constexpr,
+    NEAR_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    WORDS: tl.constexpr = D // 8
     head = tl.arange(0, H)
-    word = tl.arange(0, WORDS)
-    inside = tl.arange(0, TILE)
-    whole = head[:, None, None] * D + word[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    queries = eight(tl.load(Q + row * (H * D) + whole), H, WORDS)
-    if UPRIGHT:
-        zero = tl.zeros((2 * WORDS, H), tl.float32)
-        o = (zero, zero, zero, zero)
-    else:
-        zero = tl.zeros((H, WORDS), tl.float32)
-        o = (zero, zero, zero, zero, zero, zero, zero, zero)
-    most = tl.full((H,), -1e30, tl.float32)
-    total = tl.zeros((H,), tl.float32)
+    whole = head[:, None] * D + tl.arange(0, D)[None, :]
     ALL: tl.constexpr = WINDOW // TILE + TOP // TILE
     begin = split * ALL // SPLITS
     end = (split + 1) * ALL // SPLITS
-    position = tl.load(POSITIONS + row)
-    floor = tl.maximum(tl.load(FLOORS + row), 0)
-    ring = RING + tl.load(RECORD + row) * record_stride
-    for tile in tl.range(begin, tl.minimum(end, WINDOW // TILE)):
-        seen = position - (WINDOW - 1) + tile * TILE + inside
-        valid = seen >= floor
-        slot = ring + tl.where(valid, seen % capacity, 0) * (D // 8 + D // 256)
-        keys = _window_keys(slot, valid, D, TILE)
-        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE, UPRIGHT)
-    pages = PAGES + tl.load(OWNER + row) * page_stride
-    for tile in tl.range(tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE):
-        chosen = tl.load(SELECTION + row * TOP + tile * TILE + inside)
-        valid = chosen >= 0
-        chosen = tl.maximum(chosen, 0)
-        page = tl.load(pages + chosen // per_page).to(tl.int64)
-        entry = ENTRIES + page * entry_stride + (chosen % per_page) * (D // 8 + D // 64)
-        keys = _entry_keys(entry, valid, D, TILE, PTX)
-        most, total, o = _attend(queries, keys, valid, most, total, o, SCALE, H, TILE, UPRIGHT)
     if UPRIGHT:
-        o = _lying(o, H, WORDS)
+        most, total, o = upright(
+            Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION,
+            capacity, record_stride, entry_stride, page_stride, per_page, row, begin, end,
+            H, D, WINDOW, TOP, TILE, SCALE, PTX,
+        )  # fmt: skip
+    else:
+        queries = tl.load(Q + row * (H * D) + whole)
+        o = tl.zeros((H, D), tl.float32)
+        most = tl.full((H,), -1e30, tl.float32)
+        total = tl.zeros((H,), tl.float32)
+        position = tl.load(POSITIONS + row)
+        floor = tl.maximum(tl.load(FLOORS + row), 0)
+        ring = RING + tl.load(RECORD + row) * record_stride
+        pages = PAGES + tl.load(OWNER + row) * page_stride
+        once = tl.minimum(end - begin, 1)
+        most, total, o = _near(
+            queries, ring, position, floor, most, total, o, begin, tl.minimum(end, WINDOW // TILE), once, capacity,
+            D, WINDOW, TILE, SCALE, PTX, NEAR_STAGES, NEAR_HIDDEN,
+        )  # fmt: skip
+        most, total, o = _far(
+            queries, SELECTION + row * TOP, pages, ENTRIES, entry_stride, per_page, most, total, o,
+            tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE, once,
+            D, TILE, SCALE, PTX, STAGES, AHEAD, HIDDEN,
+        )  # fmt: skip
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
-        made = _finished(o, total, COS, SIN, row, D, ROPE)
-        out = OUT + row * (H * D) + head[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(out, _whole(made, H, D))
+        tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, H, D, ROPE))
     else:
-        at = (row * SPLITS + split) * H + head
-        tl.store(SIZES + at * 2, most)
-        tl.store(SIZES + at * 2 + 1, total)
-        for n in tl.static_range(8):
-            tl.store(PARTS + (at[:, None] * 8 + n) * WORDS + word[None, :], o[n])
-
-
-@triton.jit
-def _part(PARTS, SIZES, row, head, word, n: tl.constexpr, most, H: tl.constexpr, WORDS: tl.constexpr,
-          SPLITS: tl.constexpr):  # fmt: skip
-    """Return plane n of all parts, summed in their order."""
-    o = tl.zeros((head.shape[0], WORDS), tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = (row * SPLITS + split) * H + head
-        o += (
-            tl.load(PARTS + (at[:, None] * 8 + n) * WORDS + word[None, :])
-            * tl.exp2(tl.load(SIZES + 2 * at) - most)[:, None]
-        )
-    return o
+        part = row * SPLITS + split
+        tl.store(SIZES + part * (2 * H) + head, most)
+        tl.store(SIZES + part * (2 * H) + H + head, total)
+        tl.store(PARTS + part * (H * D) + whole, o.to(PARTS.dtype.element_ty))
 
 
 @triton.jit
 def _merge(
     PARTS, SIZES, SINK, COS, SIN, OUT, H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
+    EVERY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    word = tl.arange(0, D // 8)
+    whole = head[:, None] * D + tl.arange(0, D)[None, :]
+    split = tl.arange(0, EVERY)
+    part = row * SPLITS + split
+    sizes = SIZES + part[:, None] * (2 * H) + head[None, :]
+    most = tl.load(sizes, mask=(split < SPLITS)[:, None], other=float("-inf"))
+    total = tl.load(sizes + H, mask=(split < SPLITS)[:, None], other=0.0)
+    # All parts are asked for before one is used.
+    o = tl.load(
+        PARTS + part[:, None, None] * (H * D) + whole[None, :, :], mask=(split < SPLITS)[:, None, None], other=0.0
+    ).to(tl.float32)
     sink = tl.load(SINK + head) * 1.4426950408889634
-    most = sink
-    for split in tl.static_range(SPLITS):
-        most = tl.maximum(most, tl.load(SIZES + 2 * ((row * SPLITS + split) * H + head)))
-    total = tl.exp2(sink - most)
-    for split in tl.static_range(SPLITS):
-        at = (row * SPLITS + split) * H + head
-        total += tl.load(SIZES + 2 * at + 1) * tl.exp2(tl.load(SIZES + 2 * at) - most)
-    o = (
-        _part(PARTS, SIZES, row, head, word, 0, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 1, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 2, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 3, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 4, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 5, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 6, most, H, D // 8, SPLITS),
-        _part(PARTS, SIZES, row, head, word, 7, most, H, D // 8, SPLITS),
-    )
-    made = _finished(o, total, COS, SIN, row, D, ROPE)
-    tl.store(OUT + row * (H * D) + head[:, None] * D + tl.arange(0, D)[None, :], _whole(made, HEADS, D))
+    top = tl.maximum(tl.max(most, axis=0), sink)
+    share = tl.exp2(most - top[None, :])
+    total = tl.sum(total * share, axis=0) + tl.exp2(sink - top)
+    o = tl.sum(o * share[:, :, None], axis=0)
+    tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, HEADS, D, ROPE))
 
 
 def sparse_attention(
@@ -259,24 +256,26 @@ def sparse_attention(
     exact in bfloat16; softmax weights are rounded to it, sums are float32.
     """
     rows, heads, width = queries.shape
-    ring, words = ring.view(torch.int64), entries.view(torch.int32)
+    ptx, upright = chip.speaks_ptx(), chip.has_tensor_memory(queries.device)
+    shape = shape_of(rows, heads, splits, upright=upright, ptx=ptx)
+    ring, words = ring.view(torch.int64 if upright else torch.int32), entries.view(torch.int32)
     out = torch.empty_like(queries)
     parts = sizes = out
     if splits > 1:
-        parts = torch.empty(rows, splits, heads, width, dtype=torch.float32, device=queries.device)
-        sizes = torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=queries.device)
-    upright = chip.has_tensor_memory(queries.device)
+        kind = torch.bfloat16 if shape.half else torch.float32
+        parts = torch.empty(rows, splits, heads, width, dtype=kind, device=queries.device)
+        sizes = torch.empty(rows, splits, 2, heads, dtype=torch.float32, device=queries.device)
     _sparse_attention[(rows, splits)](
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
         ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
-        H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=_TILE, SPLITS=splits,
-        SCALE=width**-0.5 * 1.4426950408889634, PTX=chip.speaks_ptx(), UPRIGHT=upright, num_warps=8,
-        # Pipelined, triton 3.6 does not compile it for chips with tensor memory, and no version for AMD's.
-        num_stages=2 if chip.speaks_ptx() and not upright else 1,
+        H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
+        SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, STAGES=shape.stages,
+        NEAR_STAGES=shape.near_stages, AHEAD=shape.ahead, HIDDEN=shape.hidden, NEAR_HIDDEN=shape.near_hidden,
+        num_warps=shape.warps, num_stages=1 if upright else 2,
     )  # fmt: skip
     if splits > 1:
-        _merge[(rows, heads // 16)](
-            parts, sizes, sink, cos, sin, out, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits, HEADS=16,
-            num_warps=8,
+        _merge[(rows, heads // shape.merge_heads)](
+            parts, sizes, sink, cos, sin, out, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
+            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, num_warps=shape.merge_warps,
         )  # fmt: skip
     return out
