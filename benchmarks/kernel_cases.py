@@ -18,8 +18,9 @@ from benchmarks.kernel_case import (
 )
 from benchmarks.kernel_cases_attention import CASES_ATTENTION
 from benchmarks.kernel_cases_sampling import CASES_SAMPLING
+from benchmarks.kernel_cases_step import STEP_CASES
 from benchmarks.kernel_cases_v41 import V41_CASES
-from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds, tiled
+from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds
 from engine.kernels.reference.sort_routes import sort_routes
 from engine.kernels.shards import Shards, shards_of
 
@@ -171,10 +172,12 @@ def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, 
 def fp4_weights(g: torch.Generator, size: Size, out: int, inner: int) -> Shards:
     """Return tiled random weights of a size that keeps products near one, in as many buffers as there are shards."""
     experts, each = size["e"], -(-size["e"] // size.get("shards", 1))
-    codes = torch.randint(0, 256, (experts, out, inner // 2), dtype=torch.uint8, generator=g, device=g.device)
+    # Any words are some weight.
+    tiles = (experts, out // 64, inner // 128, 64)
+    words = torch.randint(-(1 << 31), 1 << 31, (*tiles, 16), dtype=torch.int32, generator=g, device=g.device)
     low = 124 - int(inner).bit_length() // 2
-    shape = (experts, out, inner // 32)
-    whole = tiled(codes, torch.randint(low, low + 3, shape, dtype=torch.uint8, generator=g, device=g.device))
+    scales = torch.randint(low, low + 3, (*tiles, 4), dtype=torch.uint8, generator=g, device=g.device)
+    whole = (words, scales)
     return shards_of(*([part.clone() for part in one.split(each)] for one in whole), g.device)
 
 
@@ -372,4 +375,5 @@ CASES = (
     *CASES_ATTENTION,
     *CASES_SAMPLING,
     *V41_CASES,
+    *STEP_CASES,
 )

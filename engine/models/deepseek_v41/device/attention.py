@@ -80,7 +80,7 @@ class DeviceAttention:
         if ring is not None:
             # Behind the step's own rows, those of the token before each sequence's first one.
             sequences = step.sequences
-            old = ring[sequences.rows, (sequences.start - 1) % ring.shape[1]]
+            old = ring[sequences.rows, sequences.before(ring.shape[1])]
             positions = step.tokens.positions
             ops.commit_ring(fresh.view(torch.uint8), rows.number, rows.record, positions, ring.view(torch.uint8))
             pending = torch.cat((fresh, old)).unflatten(1, (2, -1))

@@ -16,7 +16,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.models.deepseek_v41.config import DsparkConfig
 from engine.models.deepseek_v41.device.attention import splits_of
-from engine.models.deepseek_v41.device.layer import DeviceLayer, Flow, first_flow, layers_of
+from engine.models.deepseek_v41.device.layer import DeviceLayer, Flow, embedded, first_flow, layers_of
 from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.model import DeviceDeepseekModel
 from engine.models.deepseek_v41.device.ops import Ops
@@ -87,7 +87,7 @@ class DeviceDrafter:
         ops, eps, parts = self._ops, self._config.norm_eps, self._parts
         rows = ops.dense_linear(*ops.quantize_rows(values), *bits_of(parts.main_proj), fixed=self._fixed)
         _, codes, scales = ops.rms_quantize(rows, parts.main_norm, eps)
-        turn = self._turns.at("window", positions)
+        turn = self._turns.at("window", positions, ops)
         latent = self._config.q_lora_rank
         for ring, stage in zip(self._rings, parts.stages, strict=True):
             both = ops.dense_linear(codes, scales, *bits_of(stage.attn.wqkv), fixed=self._fixed)
@@ -113,7 +113,8 @@ class DeviceDrafter:
         noise = torch.full_like(anchors, self._dspark.noise_token_id)
         ids = torch.stack((anchors, *(noise,) * (size - 1)), 1)
         norm = self._parts.stages[0].attn_norm
-        flow = first_flow(self._embed[ids.flatten()], self._config.mhc.mult, norm, self._config.norm_eps, self._ops)
+        streams = embedded(self._embed, ids.flatten(), self._config.mhc.mult)
+        flow = first_flow(streams, norm, self._config.norm_eps, self._ops)
         for ring, stage in zip(self._rings, self._stages, strict=True):
             flow = self._stage(stage, ring, flow, block)
         last = (flow.pre[:, :, None] * flow.streams.float()).sum(1).unflatten(0, (-1, size))
@@ -132,7 +133,7 @@ class DeviceDrafter:
             ends=lengths[owner] + size - 1,
             floors=(lengths[owner] - window).clamp(min=0),
             old=(rows[:, None].expand_as(old), old),
-            turn=self._turns.at("window", places),
+            turn=self._turns.at("window", places, self._ops),
             # Draft rows are text to the gate even if the vocabulary's noise token were the image token.
             kinds=torch.zeros(len(places), dtype=torch.int32, device=device),
         )

@@ -60,18 +60,9 @@ class DeviceLayer:
         assert parts is not None
         codes, scales = run.ops.engram_lookup(ngrams, token_map, parts.columns, parts.table)
         projected = run.ops.dense_linear(codes, scales, *bits_of(parts.wkv), fixed=run.fixed)
-        is_image = run.step.tokens.kinds == 1
-        streams = run.ops.engram_gate(flow.streams, projected, parts.weight, is_image, self._eps)
-        return self.enter(streams, flow.pre, run.ops)
-
-    def enter(self, streams: torch.Tensor, pre: torch.Tensor, ops: Ops) -> Flow:
-        """Return the flow into this layer of streams that no layer has prepared its input of."""
-        rows, hc, width = streams.shape
-        nothing = streams.new_zeros(rows, width)
-        post = pre.new_zeros(rows, hc)
-        same = torch.eye(hc, device=pre.device).expand(rows, hc, hc).contiguous()
-        kept, *inputs = ops.mix_streams(nothing, streams, post, same, pre, self._parts.attn_norm, self._eps)
-        return Flow(kept, pre, Inputs(*inputs))
+        streams = run.ops.engram_gate(flow.streams, projected, parts.weight, run.step.images, self._eps)
+        inputs = run.ops.collapse_streams(streams, flow.pre, self._parts.attn_norm, self._eps)
+        return Flow(streams, flow.pre, Inputs(*inputs))
 
     def forward(self, flow: Flow, run: StepRun) -> Flow:
         """Return the flow behind the layer."""
@@ -137,8 +128,13 @@ def layers_of(
     )
 
 
-def first_flow(rows: torch.Tensor, hc: int, norm: torch.Tensor, eps: float, ops: Ops) -> Flow:
-    """Return the flow into the first layer of embeddings bfloat16 [t, d]: all streams are equal, stream 0 is read."""
-    pre = torch.zeros(len(rows), hc, device=rows.device)
+def first_flow(streams: torch.Tensor, norm: torch.Tensor, eps: float, ops: Ops) -> Flow:
+    """Return the flow into the first layer of embeddings bfloat16 [t, hc, d], the same in all streams; stream 0 is read."""
+    pre = torch.zeros(streams.shape[:2], device=streams.device)
     pre[:, 0] = 1
-    return Flow(rows[:, None].repeat(1, hc, 1), pre, Inputs(*ops.rms_quantize(rows, norm, eps)))
+    return Flow(streams, pre, Inputs(*ops.rms_quantize(streams[:, 0], norm, eps)))
+
+
+def embedded(table: torch.Tensor, ids: torch.Tensor, hc: int) -> torch.Tensor:
+    """Return bfloat16 [t, hc, d]: rows `ids` int64 [t] of a table [V, d] in every stream."""
+    return table[ids[:, None].expand(-1, hc)]

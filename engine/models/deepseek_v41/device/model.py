@@ -13,7 +13,7 @@ from engine.batch import ForwardBatch
 from engine.kernels.ops import PROVIDERS, Provider
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.attention import StepRun
-from engine.models.deepseek_v41.device.layer import Flow, first_flow, layers_of
+from engine.models.deepseek_v41.device.layer import Flow, embedded, first_flow, layers_of
 from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.ops import Ops, check_supported, ops_of
 from engine.models.deepseek_v41.device.parts import ModelParts
@@ -65,24 +65,25 @@ class DeviceDeepseekModel(PackedModel):
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> torch.Tensor:
         """Write KV of all query tokens, return logits float32 [m, V] for `batch.sample_at`."""
-        return self._run(batch, kv)[0]
+        return self._run(batch, kv, captured=False)[0]
 
-    def _run(self, batch: ForwardBatch, kv: KVTensors) -> tuple[torch.Tensor, Captures]:
-        """Return logits, and the captures of every row that ran with a decoder window of its own."""
+    def _run(self, batch: ForwardBatch, kv: KVTensors, *, captured: bool = True) -> tuple[torch.Tensor, Captures]:
+        """Return logits, and if wanted the captures of every row that ran with a decoder window of its own."""
         if not len(batch.token_ids):
             return self._nothing()
-        step = DeviceStep(self.config, self.replay, batch, self._turns, self.device)
+        ops = self.ops(batch.page_tokens)
+        step = DeviceStep(self.config, self.replay, batch, self._turns, self.device, ops=ops)
         memory = DeviceMemory(self.cache_map(batch.page_tokens), kv)
-        run = self._shared(step, memory, self.ops(batch.page_tokens), fixed=batch.deterministic)
+        run = self._shared(step, memory, ops, fixed=batch.deterministic)
         flow = self._embed(step, batch, run)
-        ngrams = None if self.config.engram is None else step.ngrams(self.config.engram.max_ngram)
+        ngrams = None if self.config.engram is None else step.ngrams()
         captures: list[torch.Tensor] = []
         for layer in self.layers:
             if layer.plan.has_engram:
                 assert ngrams is not None
                 assert self.parts.token_map is not None
                 flow = layer.recall(flow, ngrams, self.parts.token_map, run)
-            if layer.plan.is_captured:
+            if captured and layer.plan.is_captured:
                 captures.append(flow.streams.float().mean(1))
             layer.attention.write_entries(flow.inputs, run)
             if layer.plan.index == self.config.decoder_start:
@@ -103,11 +104,10 @@ class DeviceDeepseekModel(PackedModel):
         return StepRun(step, memory, ops, windows, Selections(step, self.config, ops), fixed)
 
     def _embed(self, step: DeviceStep, batch: ForwardBatch, run: StepRun) -> Flow:
-        rows = self.parts.embed[step.ids]
+        streams = embedded(self.parts.embed, step.ids, self.config.mhc.mult)
         if batch.images is not None:
-            rows[batch.images.at.to(self.device)] = batch.images.rows.to(self.device, torch.bfloat16)
-        hc = self.config.mhc.mult
-        return first_flow(rows, hc, self.parts.layers[0].attn_norm, self.config.norm_eps, run.ops)
+            streams[batch.images.at.to(self.device)] = batch.images.rows.to(self.device, torch.bfloat16)[:, None]
+        return first_flow(streams, self.parts.layers[0].attn_norm, self.config.norm_eps, run.ops)
 
     def _captures(self, captures: list[torch.Tensor], step: DeviceStep) -> Captures:
         if not captures:

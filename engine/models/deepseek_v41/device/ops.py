@@ -22,11 +22,16 @@ _KEYS_TILE = 64
 class Ops:
     """The functions of one model."""
 
+    lay_tokens: Op
+    lay_entries: Op
+    rotary_turns: Op
+    gather_ngrams: Op
     rms_quantize: Op
     quantize_rows: Op
     dense_linear: Op
     plain_linear: Op
     mix_streams: Op
+    collapse_streams: Op
     stream_coefficients: Op
     turn_heads: Op
     store_window: Op
@@ -36,6 +41,7 @@ class Ops:
     index_scores: Op
     block_scores: Op
     select_top: Op
+    block_entries: Op
     sparse_attention: Op
     choose_routes: Op
     sort_routes: Op

@@ -7,6 +7,7 @@ Knows no weights and no KV.
 Shape legend: b sequences, t tokens, W window.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from engine.batch import DeviceRows, ForwardBatch, RowReplay
 from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.device.turns import Turn, Turns
 from engine.models.deepseek_v41.engram_hash import NO_TOKEN
 from engine.models.deepseek_v41.replay import COMPACT, OFF
@@ -22,8 +24,8 @@ from engine.models.deepseek_v41.step import DecoderReplay
 
 I64 = npt.NDArray[np.int64]
 
-_NEVER = 1 << 40
-"""A window floor above every position."""
+RATIOS = (1, 2)
+"""Tokens per compressed entry that a device knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class TokenRows:
     """bool: its window row goes into the ring."""
     kinds: torch.Tensor
     """int32: 1 for a token of an image, 0 for text, -1 for padding."""
+    visible: torch.Tensor
+    """int32 [ratios, t]: entries that it sees, by the ratios of `RATIOS`."""
 
     @property
     def count(self) -> int:
@@ -52,15 +56,35 @@ class TokenRows:
         return len(self.positions)
 
 
-@dataclass(frozen=True, slots=True)
 class Sequences:
-    """The b sequences of a step on the device."""
+    """The b sequences of a step on the device. What only steps with a chunk need is made when it is asked for."""
 
-    rows: torch.Tensor  # int64 [b]
-    start: torch.Tensor  # int64 [b] position of the first token
-    end: torch.Tensor  # int64 [b] position behind the last token
-    first: torch.Tensor  # int64 [b] index of the first token
-    pages: torch.Tensor  # int32 [b, p]
+    def __init__(self, laid: DeviceRows, pages: torch.Tensor) -> None:
+        self.laid = laid
+        self.pages = pages
+        """int32 [b, p]"""
+        self._before: dict[int, torch.Tensor] = {}
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """Engine rows, int64 [b]."""
+        return self.laid.rows.long()
+
+    @functools.cached_property
+    def start(self) -> torch.Tensor:
+        """Position of the first token, int64 [b]."""
+        return self.laid.seq_start.long()
+
+    @functools.cached_property
+    def end(self) -> torch.Tensor:
+        """Position behind the last token, int64 [b]."""
+        return self.start + self.laid.q_start.diff()
+
+    def before(self, slots: int) -> torch.Tensor:
+        """Return int64 [b]: the place in a ring of so many of the token before each first one."""
+        if slots not in self._before:
+            self._before[slots] = (self.start - 1) % slots
+        return self._before[slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,44 +104,35 @@ class DeviceStep:
     """One batch on a device; `tokens` becomes narrower where the decoder begins, if rows leave there."""
 
     def __init__(
-        self, config: V41Config, replay: DecoderReplay, batch: ForwardBatch, turns: Turns, device: torch.device
+        self,
+        config: V41Config,
+        replay: DecoderReplay,
+        batch: ForwardBatch,
+        turns: Turns,
+        device: torch.device,
+        *,
+        ops: Ops,
     ) -> None:
         self._config = config
         self._replay = replay
         self._batch = batch
         self._device = device
         self._turns = turns
+        self._ops = ops
         self._made: dict[tuple[str, int], Turn] = {}
         self._entries: dict[int, EntryRows] = {}
+        self._images: torch.Tensor | None = None
         laid = batch.device_rows or _laid(batch, device)
         self.max_tokens = laid.max_q
         """Most tokens of one sequence."""
-        start, q_start = laid.seq_start.long(), laid.q_start.long()
-        lengths = q_start[1:] - q_start[:-1]
-        pages = batch.page_table.to(device, torch.int32)
-        self.sequences = Sequences(laid.rows.long(), start, start + lengths, q_start[:-1], pages)
+        self.sequences = Sequences(laid, batch.page_table.to(device, torch.int32))
         self.ids = batch.token_ids.to(device)
-        slots = batch.slots.to(device)
-        number = torch.arange(len(self.ids), device=device)
-        # Of sequences without tokens, none is the last one that begins at or before a token.
-        owner = torch.searchsorted(q_start[1:], number, right=True).clamp(max=len(lengths) - 1)
-        is_real = slots >= 0
-        owner = owner.masked_fill(~is_real, 0)
-        image = config.image_token_id
-        kinds = torch.zeros_like(self.ids, dtype=torch.int32) if image is None else (self.ids == image).int()
-        positions = batch.positions.to(device)
-        floors = self._floors(batch, "encoder")
-        lowest = floors[owner].masked_fill(~is_real, _NEVER) if floors is not None else (~is_real) * _NEVER
-        self.tokens = TokenRows(
-            at=None,
-            owner=owner,
-            record=self.sequences.rows[owner].masked_fill(~is_real, 0),
-            positions=positions,
-            slots=slots,
-            floors=lowest,
-            kept=positions >= lowest,
-            kinds=kinds.masked_fill(~is_real, -1),
+        self._image = NO_TOKEN if config.image_token_id is None else config.image_token_id
+        positions, slots, bounds = batch.positions.to(device), batch.slots.to(device), self._floors(batch, "encoder")
+        owner, record, floors, kept, kinds, visible = ops.lay_tokens(
+            self.ids, positions, slots, laid.rows, laid.q_start, bounds, self._image, RATIOS
         )
+        self.tokens = TokenRows(None, owner, record, positions, slots, floors, kept, kinds, visible)
         self._write_from: torch.Tensor | None = None
         if batch.replay is not None:
             self._write_from = torch.from_numpy(batch.replay.write_from.astype(np.int64)).to(device)[owner]
@@ -153,6 +168,7 @@ class DeviceStep:
             return None
         kept = torch.from_numpy(at).to(self._device)
         self._made.clear()
+        self._images = None
         self.tokens = TokenRows(
             at=kept,
             owner=tokens.owner[kept],
@@ -162,6 +178,7 @@ class DeviceStep:
             floors=tokens.floors[kept],
             kept=tokens.kept[kept],
             kinds=tokens.kinds[kept],
+            visible=tokens.visible[:, kept],
         )
         return kept
 
@@ -183,51 +200,37 @@ class DeviceStep:
     def entries(self, m: int, page_tokens: int, slots: int) -> EntryRows:
         """Return the entries of m tokens each that all of the batch's tokens complete; `slots` of a pending ring."""
         if m not in self._entries:
-            tokens, positions = self.tokens, self.tokens.positions
-            done = (tokens.slots >= 0) & ((positions + 1) % m == 0)
-            if self._write_from is not None:
-                done = done & (positions >= self._write_from)
-            number = torch.arange(len(positions), device=self._device)
-            own = number[:, None]
-            if m > 1:
-                is_first = number == self.sequences.first[tokens.owner]
-                before = torch.where(is_first, len(positions) + tokens.owner, (number - 1).clamp(min=0))
-                own = torch.stack((before, number), 1)
-            last = positions >= self.sequences.end[tokens.owner] - slots
-            self._entries[m] = EntryRows(
-                page=tokens.slots.div(page_tokens, rounding_mode="floor").masked_fill(~done, -1),
-                at=(tokens.slots.clamp(min=0) % page_tokens).div(m, rounding_mode="floor"),
-                index=own,
-                number=number,
-                record=tokens.record.masked_fill(~(last & (tokens.slots >= 0)), -1),
-            )
+            tokens, laid = self.tokens, self.sequences.laid
+            found = self._ops.lay_entries(
+                tokens.positions, tokens.slots, tokens.owner, tokens.record, laid.q_start, laid.seq_start,
+                self._write_from, m, page_tokens, slots,
+            )  # fmt: skip
+            self._entries[m] = EntryRows(*found)
         return self._entries[m]
 
     def turn(self, rope: str, group: int = 1) -> Turn:
         """Return the turns of all tokens; with `group`, of the first token of the entry that each one completes."""
         key = (rope, group)
         if key not in self._made:
-            self._made[key] = self._turns.at(rope, (self.tokens.positions - (group - 1)).clamp(min=0))
+            self._made[key] = self._turns.at(rope, self.tokens.positions, self._ops, group - 1)
         return self._made[key]
 
     def visible(self, m: int) -> torch.Tensor:
         """Return int32 [t]: the entries of m tokens each that every token sees."""
-        seen = (self.tokens.positions + 1).div(m, rounding_mode="floor")
-        return seen.masked_fill(self.tokens.slots < 0, 0).int()
+        return self.tokens.visible[RATIOS.index(m)]
 
-    def ngrams(self, length: int) -> torch.Tensor:
-        """Return int64 [t, length]: every token of the batch, then older ones; `NO_TOKEN` where there is none."""
-        batch, image = self._batch, self._config.image_token_id
-        assert batch.history is not None
-        history = batch.history.to(self._device)
-        owner = self.tokens.owner
-        number = torch.arange(len(self.ids), device=self._device)
-        back = torch.arange(length, device=self._device)
-        inside = (number - self.sequences.first[owner])[:, None] - back
-        own = self.ids[(number[:, None] - back).clamp(min=0)]
-        before = history[owner[:, None], (inside + length - 1).clamp(0, length - 2)]
-        found = torch.where(inside >= 0, own, before)
-        return found if image is None else found.masked_fill(found == image, NO_TOKEN)
+    @property
+    def images(self) -> torch.Tensor:
+        """Tokens of images, bool [t]."""
+        if self._images is None:
+            self._images = self.tokens.kinds == 1
+        return self._images
+
+    def ngrams(self) -> torch.Tensor:
+        """Return int64 [t, n]: every token of the batch, then older ones; `NO_TOKEN` where there is none."""
+        assert self._batch.history is not None
+        history = self._batch.history.to(self._device)
+        return self._ops.gather_ngrams(self.ids, self.tokens.owner, self.sequences.laid.q_start, history, self._image)
 
     def sampled(self) -> torch.Tensor:
         """Return int64 [m]: the rows, among those that are left, whose logits are wanted."""

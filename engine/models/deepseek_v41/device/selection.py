@@ -27,7 +27,6 @@ class Selections:
         self._rules = config.candidates
         self._step = step
         self._pages = step.sequences.pages[step.tokens.owner]
-        self._visible: dict[int, torch.Tensor] = {}
         self._by_source: dict[int, torch.Tensor] = {}
         self._blocks: torch.Tensor | None = None
 
@@ -66,9 +65,7 @@ class Selections:
 
     def visible(self, m: int) -> torch.Tensor:
         """Return int32 [t]: entries that every token sees."""
-        if m not in self._visible:
-            self._visible[m] = self._step.visible(m)
-        return self._visible[m]
+        return self._step.visible(m)
 
     def _everything(self, visible: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(self._top_k, dtype=torch.int32, device=visible.device).expand(len(visible), -1)
@@ -84,10 +81,7 @@ class Selections:
         )
         # Columns are in the order of entries, so ties go to the lowest entry here, too.
         count = torch.full_like(visible, scores.shape[1])
-        columns = self._ops.select_top(scores, count, self._top_k, 1)
-        at = columns.clamp(min=0)
-        entries = blocks.gather(1, (at // size).long()) * size + at % size
-        return entries.masked_fill(columns < 0, -1)
+        return self._ops.block_entries(self._ops.select_top(scores, count, self._top_k, 1), blocks, size)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from engine.layers.rotary import inverse_frequencies
 from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.rope import rope_bases
 
 
@@ -30,7 +31,6 @@ class Turns:
             for kind, (theta, how) in rope_bases(config).items()
         }
 
-    def at(self, kind: str, positions: torch.Tensor) -> Turn:
-        """Return the turns of int64 positions [t]; `kind` is a layer plan's `rope`."""
-        angles = positions.float()[:, None] * self._frequencies[kind]
-        return Turn(angles.cos(), angles.sin())
+    def at(self, kind: str, positions: torch.Tensor, ops: Ops, back: int = 0) -> Turn:
+        """Return the turns of what is `back` before int64 positions [t], 0 at least; `kind` is a layer plan's `rope`."""
+        return Turn(*ops.rotary_turns(positions, self._frequencies[kind], back))

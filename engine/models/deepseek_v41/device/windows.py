@@ -27,7 +27,7 @@ class Windows:
         self._places: dict[int, torch.Tensor] = {}
         self.record = tokens.owner if self.is_chunk else tokens.record
         """int64 [t]: the record that each token attends in."""
-        self.store = self.record.masked_fill(~tokens.kept, -1)
+        self.store = torch.where(tokens.kept, self.record, -1)
         """int64 [t]: the record that its own row goes into, -1: none."""
 
     def rows(self, ring: torch.Tensor) -> torch.Tensor:
