@@ -177,8 +177,8 @@ def fp4_weights(g: torch.Generator, size: Size, out: int, inner: int) -> Shards:
     words = torch.randint(-(1 << 31), 1 << 31, (*tiles, 16), dtype=torch.int32, generator=g, device=g.device)
     low = 124 - int(inner).bit_length() // 2
     scales = torch.randint(low, low + 3, (*tiles, 4), dtype=torch.uint8, generator=g, device=g.device)
-    whole = (words, scales)
-    return shards_of(*([part.clone() for part in one.split(each)] for one in whole), g.device)
+    codes, spread = ([part.clone() for part in one.split(each)] for one in (words, scales))
+    return shards_of(codes, spread, g.device)
 
 
 def _sort_routes(g: torch.Generator, size: Size) -> Inputs:

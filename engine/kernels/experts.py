@@ -3,8 +3,10 @@
 
 Weights are the rows of the matrix product and activations its columns: few columns are what decoding has, and weights
 are unpacked once, in registers. A 32-bit word holds eight weights along K; nibble n of all words makes plane n, whose
-product is with elements n, n + 8, n + 16 .. of the activations, so those are laid out in eight planes, too.
+product is with elements n, n + 8, n + 16 .. of the activations, so those are laid out in planes, too.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,16 +21,19 @@ def _planes(X, S, OUT, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < K
-    values = e4m3_value(tl.load(X + row * K + at, mask=inside, other=0))
-    scales = tl.load(S + row * (K // 32) + at // 32, mask=inside, other=127)
+    source = at // 128 * 128 + at % 16 * 8 + at % 128 // 16
+    values = e4m3_value(tl.load(X + row * K + source, mask=inside, other=0))
+    scales = tl.load(S + row * (K // 32) + source // 32, mask=inside, other=127)
     values = values * power(scales.to(tl.int32)) * UNPLANED
-    tl.store(OUT + row * K + (at % 8) * (K // 8) + at // 8, values.to(tl.bfloat16), mask=inside)
+    tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
 
 
 def planes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [t, 8, K / 8]: 2^60 times the values of e4m3 codes [t, K], element k at [k % 8, k / 8]. Exact."""
+    """Return bfloat16 [t, K / 128, 8, 16]: 2^60 times the values of e4m3 codes [t, K], element k at
+    [k / 128, k % 8, k % 128 / 8]. Exact; K is a multiple of 128.
+    """
     rows, width = codes.shape
-    out = torch.empty(rows, 8, width // 8, dtype=torch.bfloat16, device=codes.device)
+    out = torch.empty(rows, width // 128, 8, 16, dtype=torch.bfloat16, device=codes.device)
     _planes[(rows,)](codes, scales, out, K=width, BLOCK=triton.next_power_of_2(width), num_warps=8)
     return out
 
@@ -69,31 +74,70 @@ def places_of(weights: Shards) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit
-def add_product(total, W, S, X, block, FAR: tl.constexpr, column, exists, start, K: tl.constexpr, PTX: tl.constexpr):
-    """Return total [128, columns] plus the product over K indices start .. start + 127.
+def joined(planes, ROWS: tl.constexpr):
+    """Return [ROWS, 128] of eight planes [ROWS, 4, 4], one after the other: no value leaves its thread."""
+    even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
+    odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 3, 4, 5, 1, 2)), (ROWS, 128))
 
-    `W` and `S` of `reference.formats.tiled`; rows are the 64 of `block` (int64) and the 64 of block + FAR. `X` of
-    `planes`, `column` int64 its rows.
+
+@triton.jit
+def product(
+    W, S, X, row, column, exists,
+    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
+
+    `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are zero. JOINED: one product
+    of 128 columns at a time instead of eight of 16 that are waited for; sums have the same order.
     """
-    row = tl.arange(0, 128)
     group = tl.arange(0, 4)
-    tile = block * (K // 128) + start // 128
-    far = row // 64 * (FAR * K // 128)
     word = group[None, :, None] * 4 + group[None, None, :]
-    words = tl.load(W + tile * 1024 + (far * 1024 + row % 64 * 16)[:, None, None] + word)
-    scales = tl.load(S + tile * 256 + (far * 256 + row % 64 * 4)[:, None] + group[None, :])
-    spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (128, 4, 4))
-    weights = arranged_planes(words, spread, 128, PTX)
-    at = X + column[None, :] * K + start // 8 + tl.arange(0, 16)[:, None]
-    for n in tl.static_range(8):
-        x = tl.load(at + n * (K // 8), mask=exists[None, :], other=0.0)
-        total = tl.dot(tl.reshape(weights[n], (128, 16)), x, total)
+    tile = row // 64 * (K // 128)
+    w = W + (tile * 1024 + row % 64 * 16)[:, None, None] + word
+    s = S + (tile * 256 + row % 64 * 4)[:, None] + group[None, :]
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    for start in tl.range(0, K, 128):
+        scales = tl.load(s + start * 2)
+        spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, 4, 4))
+        weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
+        if JOINED:
+            at = X + column[None, :] * K + start + tl.arange(0, 128)[:, None]
+            total = tl.dot(joined(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
+        else:
+            at = X + column[None, :] * K + start + tl.arange(0, 16)[:, None]
+            for n in tl.static_range(8):
+                x = tl.load(at + n * 16, mask=exists[None, :], other=0.0)
+                total = tl.dot(tl.reshape(weights[n], (ROWS, 16)), x, total)
     return total
 
 
-def columns_tile(pairs: int, experts: int) -> int:
-    """Return the columns per tile: twice the mean number of pairs per expert, so that most experts need one tile."""
-    return max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
+class Shape(NamedTuple):
+    """How a grouped product is cut."""
+
+    rows: int
+    """Rows of weights a program works on."""
+    tile: int
+    """Pairs of one expert that are columns of one product."""
+    narrow: int
+    """Columns where an expert's last tile has no more pairs."""
+    warps: int
+    stages: int
+    joined: bool
+    registers: int | None
+    """The most a thread may have."""
+
+
+def shape_for(pairs: int, experts: int, *, high: bool) -> Shape:
+    """Return how `pairs` pairs are cut; `high`: whether 256 rows of weights may be one program's.
+
+    Tiles are twice the mean number of pairs per expert wide, so that most experts need one. Where many pairs meet, rows
+    of activations are what moves most: twice as many rows of weights read them half as often.
+    """
+    tile = max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
+    if tile >= 64 and high:
+        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, joined=True, registers=None)
+    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, joined=True, registers=None)
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:

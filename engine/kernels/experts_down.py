@@ -6,29 +6,44 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.experts import add_product, columns_tile, max_tiles, places_of, planes, shard_of, tile_of
+from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
 from engine.kernels.shards import Shards
+
+
+@triton.jit
+def _tile_down(
+    X, ORDER, W, WS, OUT, first, last, row, column,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, TILE)
+    exists = place < last
+    pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
+    total = product(W, WS, X, row, place.to(tl.int64), exists, K, ROWS, TILE, JOINED, PTX)
+    made = tl.trans(total.to(tl.bfloat16))
+    tl.store(OUT + pair[:, None] * D + column[None, :], made, mask=exists[:, None])
 
 
 @triton.jit
 def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT, each,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, SHARDED: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, JOINED: tl.constexpr,
+    SHARDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
-        place = first + tl.arange(0, TILE)
-        exists = place < last
-        pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
-        column = tl.program_id(0) * 128 + tl.arange(0, 128)
         words, scales, held = shard_of(W, WS, expert, each, SHARDED)
-        block = held.to(tl.int64) * (D // 64) + tl.program_id(0) * 2
-        total = tl.zeros((128, TILE), tl.float32)
-        for start in tl.range(0, K, 128):
-            total = add_product(total, words, scales, X, block, 1, place.to(tl.int64), exists, start, K, PTX)
-        made = tl.trans(total.to(tl.bfloat16))
-        tl.store(OUT + pair[:, None] * D + column[None, :], made, mask=exists[:, None])
+        column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        row = held.to(tl.int64) * D + column
+        if last - first <= NARROW:
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, JOINED, PTX)
+        elif NARROW < TILE:
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, JOINED, PTX)
+
+
+def shape_of(pairs: int, experts: int, width: int) -> Shape:
+    """Return how the product of `pairs` pairs is cut, `width` wide."""
+    return shape_for(pairs, experts, high=width % 256 == 0)
 
 
 def experts_down(
@@ -46,10 +61,12 @@ def experts_down(
     experts, width, inner = w2.count, w2.codes[0].shape[1] * 64, codes.shape[1]
     pairs = len(order)
     out = torch.zeros(pairs, width, dtype=torch.bfloat16, device=codes.device)
-    tile = columns_tile(pairs, experts)
-    _experts_down[(width // 128, max_tiles(pairs, experts, tile))](
+    shape = shape_of(pairs, experts, width)
+    _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales), order, offsets, *places_of(w2), out, w2.each,
-        K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts), TILE=tile,
-        SHARDED=len(w2.codes) > 1, PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
+        K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
+        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, JOINED=shape.joined, SHARDED=len(w2.codes) > 1,
+        PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages,
+        **({} if shape.registers is None else {"maxnreg": shape.registers}),
     )  # fmt: skip
     return out

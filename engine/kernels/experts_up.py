@@ -7,38 +7,58 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import q8_code
-from engine.kernels.experts import add_product, columns_tile, max_tiles, places_of, planes, shard_of, tile_of
+from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
 from engine.kernels.shards import Shards
+
+
+@triton.jit
+def _tile_up(
+    X, ORDER, W, WS, ROUTE, H, HS, limit, first, last, row,
+    K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, TILE)
+    exists = place < last
+    pair = tl.load(ORDER + place, mask=exists, other=0)
+    token = (pair // TOP_K).to(tl.int64)
+    inner = tl.program_id(0) * HALF
+    total = product(W, WS, X, row, token, exists, K, 2 * HALF, TILE, JOINED, PTX)
+    gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
+    gate = tl.minimum(gate, limit)
+    up = tl.clamp(up, -limit, limit)
+    weight = tl.load(ROUTE + pair, mask=exists, other=0.0)
+    made = (gate * tl.sigmoid(gate) * up * weight[None, :]).to(tl.bfloat16).to(tl.float32)
+    codes, made_scales = q8_code(tl.reshape(tl.trans(made), (TILE, HALF // 32, 32)))
+    out = H + place[:, None].to(tl.int64) * INNER + inner + tl.arange(0, HALF)
+    tl.store(out, tl.reshape(codes, (TILE, HALF)), mask=exists[:, None])
+    out = HS + place[:, None].to(tl.int64) * (INNER // 32) + inner // 32 + tl.arange(0, HALF // 32)
+    tl.store(out, made_scales.to(tl.uint8), mask=exists[:, None])
 
 
 @triton.jit
 def _experts_up(
     X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit, each,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, SHARDED: tl.constexpr, PTX: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, JOINED: tl.constexpr,
+    SHARDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
-        place = first + tl.arange(0, TILE)
-        exists = place < last
-        pair = tl.load(ORDER + place, mask=exists, other=0)
-        token = (pair // TOP_K).to(tl.int64)
-        inner = tl.program_id(0) * 64
         words, scales, held = shard_of(W, WS, expert, each, SHARDED)
-        block = held.to(tl.int64) * (2 * INNER // 64) + tl.program_id(0)
-        total = tl.zeros((128, TILE), tl.float32)
-        for start in tl.range(0, K, 128):
-            total = add_product(total, words, scales, X, block, INNER // 64, token, exists, start, K, PTX)
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, 64, TILE)), (1, 2, 0)))
-        gate = tl.minimum(gate, limit)
-        up = tl.clamp(up, -limit, limit)
-        weight = tl.load(ROUTE + pair, mask=exists, other=0.0)
-        made = (gate * tl.sigmoid(gate) * up * weight[None, :]).to(tl.bfloat16).to(tl.float32)
-        codes, made_scales = q8_code(tl.reshape(tl.trans(made), (TILE, 2, 32)))
-        out = H + place[:, None].to(tl.int64) * INNER + inner + tl.arange(0, 64)
-        tl.store(out, tl.reshape(codes, (TILE, 64)), mask=exists[:, None])
-        out = HS + place[:, None].to(tl.int64) * (INNER // 32) + inner // 32 + tl.arange(0, 2)
-        tl.store(out, made_scales.to(tl.uint8), mask=exists[:, None])
+        at = tl.arange(0, 2 * HALF)
+        # Gates, then what they gate: the same columns of the result are in one program.
+        row = held.to(tl.int64) * (2 * INNER) + tl.program_id(0) * HALF + at // HALF * INNER + at % HALF
+        if last - first <= NARROW:
+            _tile_up(X, ORDER, words, scales, ROUTE, H, HS, limit, first, last, row,
+                     K, INNER, TOP_K, HALF, NARROW, JOINED, PTX)  # fmt: skip
+        elif NARROW < TILE:
+            _tile_up(X, ORDER, words, scales, ROUTE, H, HS, limit, first, last, row,
+                     K, INNER, TOP_K, HALF, TILE, JOINED, PTX)  # fmt: skip
+
+
+def shape_of(pairs: int, experts: int, inner: int) -> Shape:
+    """Return how the product of `pairs` pairs is cut, `inner` gates wide."""
+    return shape_for(pairs, experts, high=inner % 128 == 0)
 
 
 def experts_up(
@@ -61,11 +81,14 @@ def experts_up(
     pairs = len(order)
     made = torch.empty(pairs, inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.empty(pairs, inner // 32, dtype=torch.uint8, device=codes.device)
-    tile = columns_tile(pairs, experts)
-    _experts_up[(inner // 64, max_tiles(pairs, experts, tile))](
+    shape = shape_of(pairs, experts, inner)
+    half = shape.rows // 2
+    _experts_up[(inner // half, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales), order, offsets, *places_of(w13), route_weights, made, made_scales, limit,
         w13.each,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
-        TILE=tile, SHARDED=len(w13.codes) > 1, PTX=chip.speaks_ptx(), num_warps=4, num_stages=3,
+        HALF=half, TILE=shape.tile, NARROW=shape.narrow, JOINED=shape.joined, SHARDED=len(w13.codes) > 1,
+        PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages,
+        **({} if shape.registers is None else {"maxnreg": shape.registers}),
     )  # fmt: skip
     return made, made_scales

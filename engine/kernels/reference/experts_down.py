@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from engine.kernels.reference.formats import decode_q4, decode_q8, untiled
+from engine.kernels.reference.formats import decode_q8, expert_product
 from engine.kernels.shards import Shards
 
 
@@ -16,9 +16,9 @@ def experts_down(
     w2: Shards,
 ) -> torch.Tensor:
     """Return every pair's contribution bfloat16 [t k, d]; see the kernel."""
-    words, word_scales = untiled(torch.cat(w2.codes), torch.cat(w2.scales))
+    words, word_scales = torch.cat(w2.codes), torch.cat(w2.scales)
     rows = decode_q8(codes, scales)
-    made = rows.new_zeros(len(order), words.shape[1])
+    made = rows.new_zeros(len(order), words.shape[1] * 64)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        made[order[begin:end].long()] = rows[begin:end] @ decode_q4(words[expert], word_scales[expert]).T
+        made[order[begin:end].long()] = expert_product(rows[begin:end], words[expert], word_scales[expert])
     return made.bfloat16()

@@ -142,3 +142,17 @@ def untiled(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, to
             codes[..., n] |= ((halves >> bit) & 1) << (3 - k)
     packed = pack(codes.flatten(2).to(torch.uint8))
     return packed, scales.transpose(2, 3).reshape(experts, rows, -1)
+
+
+def expert_product(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return float32 [t, R]: rows [t, K] of few-bit values times one expert of `tiled` ([R / 64, K / 128, 64, ..]).
+
+    A GPU multiplies in TF32, which takes such values without a rounding.
+    """
+    packed, spread = untiled(words[None], scales[None])
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return x @ decode_q4(packed[0], spread[0]).T
+    finally:
+        torch.set_float32_matmul_precision(before)
