@@ -1,0 +1,51 @@
+"""A row's bits depend on the row alone, however many rows share a launch: few rows are cut finer than many."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[4]
+COMMON = """
+import torch
+from unittest.mock import patch
+from benchmarks import kernel_interpreter
+kernel_interpreter.install()
+g = torch.Generator().manual_seed(3)
+"""
+COEFFICIENTS = """
+from engine.kernels import stream_coefficients as op
+from engine.kernels.reference.formats import thirds
+x = torch.randn(3, 4, 1024, generator=g).bfloat16()
+fn = thirds(torch.randn(24, 4096, generator=g) / 64)
+scale, base = torch.rand(3, generator=g), torch.randn(24, generator=g)
+made, shape_of = [], op.shape_of
+# Eight groups of four steps, as programs of one step or of four, a row or four at a time.
+with patch.object(op, "_GROUPS", 8):
+    for each, rows in ((1, 1), (4, 4), (4, 1)):
+        with patch.object(op, "shape_of", lambda *_: shape_of(*_)._replace(each=each, rows=rows)):
+            made.append(op.stream_coefficients(x, fn, scale, base, 1e-20, 1e-6))
+assert all(torch.equal(a, b) for some in made[1:] for a, b in zip(made[0], some, strict=True))
+"""
+LINEAR = """
+from engine.kernels import plain_linear as op
+x, w = torch.randn(70, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g).bfloat16()
+with patch.object(op, "_PROGRAMS", 9):
+    few, many = (op.shape_of(rows, 48, 1024, fixed=True) for rows in (1, 70))
+    assert (few.parts, few.each, many.each) == (3, 1, 3), (few, many)
+    whole = op.plain_linear(x, w, fixed=True)
+    assert all(torch.equal(op.plain_linear(x[i : i + n], w, fixed=True), whole[i : i + n]) for i, n in ((0, 1), (33, 9)))
+"""
+
+
+@pytest.mark.parametrize("code", [COEFFICIENTS, LINEAR], ids=["stream_coefficients", "plain_linear"])
+@pytest.mark.timeout(120)
+def test_rows_have_the_same_bits_in_launches_of_any_size(code):
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + code], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
