@@ -23,6 +23,19 @@ def after_kernels_before(PDL: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def fetch_ahead(pointers):
+    """Ask for the lines of 128 bytes at some addresses to come into the second-level cache; NVIDIA only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 def overlaps(device: torch.device) -> bool:
     """Return whether kernels for a device may be launched so; off a GPU, whether the compiler can be told."""
     if not chip.speaks_ptx():

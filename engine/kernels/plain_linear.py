@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, fetch_ahead, options
 
 _PROGRAMS = 132
 """Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
@@ -33,6 +33,8 @@ class Shape(NamedTuple):
     """Parts that one program makes."""
     warps: int
     stages: int
+    ahead: bool
+    """Weights are asked for before earlier kernels are waited for."""
     pdl: bool
 
 
@@ -45,21 +47,24 @@ def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     made = triton.cdiv(out, height) * tiles
     parts = max(1, min(triton.cdiv(inner, step), _PROGRAMS // made))
     is_full = triton.cdiv(rows, tile) >= parts
-    return Shape(height, tile, step, parts, parts if is_full else 1, warps=4, stages=4, pdl=False)
+    return Shape(height, tile, step, parts, parts if is_full else 1, warps=4, stages=4, ahead=False, pdl=False)
 
 
 @triton.jit
 def _plain_linear(
     X, W, OUT, count, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    PART: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_kernels_before(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     group = tl.program_id(2)
     here, exists = n < N, row < count
     weight = W + n.to(tl.int64)[:, None] * K
     x = X + row.to(tl.int64)[None, :] * K
+    if LINES > 0:
+        line = group * (PART * EACH) + 64 * tl.arange(0, LINES)
+        fetch_ahead(W + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)[None, :])
+    after_kernels_before(PDL)
     total = tl.zeros((ROWS, TILE), tl.float32)
     done = tl.zeros((ROWS, TILE), tl.float32)
     for start in tl.range(group * (PART * EACH), tl.minimum((group + 1) * (PART * EACH), K), STEP):
@@ -103,7 +108,8 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) 
     summed = made if groups == 1 else torch.empty(groups, rows, out, dtype=torch.float32, device=x.device)
     _plain_linear[(triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile), groups)](
         x, weight, summed, rows, K=inner, N=out, ROWS=shape.height, TILE=shape.tile, STEP=shape.step, PART=part,
-        EACH=shape.each, PDL=shape.pdl, num_warps=shape.warps, num_stages=shape.stages, **options(shape.pdl),
+        EACH=shape.each,
+        LINES=triton.next_power_of_2(triton.cdiv(part * shape.each, 64)) if shape.ahead else 0, PDL=shape.pdl, num_warps=shape.warps, num_stages=shape.stages, **options(shape.pdl),
     )  # fmt: skip
     if groups > 1:
         _merge_parts[(triton.cdiv(rows * out, _MERGED),)](

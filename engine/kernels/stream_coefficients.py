@@ -48,7 +48,6 @@ def _partial(
     X, FN, PARTIAL, count, K: tl.constexpr, OUT: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr, HALVINGS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_kernels_before(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     group = tl.program_id(1)
     exists = row < count
@@ -56,12 +55,18 @@ def _partial(
     column = three % _COLUMNS
     used = (three < 3 * _COLUMNS) & (column < OUT)
     weight = FN + (three // _COLUMNS * OUT + column) * K
+    first = group * (EACH * STEP) + tl.arange(0, STEP)
+    if EACH == 1:
+        weights = tl.load(weight[None, :] + first[:, None], mask=used[None, :], other=0.0)
+    after_kernels_before(PDL)
     total = tl.zeros((TILE, _COLUMNS), tl.float32)
     squares = tl.zeros((TILE,), tl.float32)
     for step in tl.range(0, EACH, num_stages=STAGES):
-        at = (group * EACH + step) * STEP + tl.arange(0, STEP)
+        at = first + step * STEP
         x = tl.load(X + row[:, None].to(tl.int64) * K + at, mask=exists[:, None], other=0.0)
-        product = tl.dot(x, tl.load(weight[None, :] + at[:, None], mask=used[None, :], other=0.0))
+        if EACH > 1:
+            weights = tl.load(weight[None, :] + at[:, None], mask=used[None, :], other=0.0)
+        product = tl.dot(x, weights)
         product = tl.sum(tl.reshape(product, (TILE, 2, 2, _COLUMNS)), axis=1)
         total += tl.sum(product, axis=1)
         wide = x.to(tl.float32)
