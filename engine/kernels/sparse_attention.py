@@ -28,10 +28,12 @@ class Shape(NamedTuple):
     """Of the loop over entries."""
     near_stages: int
     """Of the loop over window rows."""
-    ahead: int
-    """Entries ahead: 0 as the compiler has it, 1 in registers, 2 addresses only."""
+    ahead: bool
+    """Entries of the next tile are held in registers, not fetched as the compiler has it."""
+    pairs: bool
+    """Tiles of entries are taken two at a time."""
     hidden: int
-    """The product of scores is in a branch (1), in a loop of one turn (2) or in the open (0)."""
+    """The product of scores is in a branch (1), in or before a loop of one turn (2, 3) or in the open (0)."""
     near_hidden: int
     half: bool
     """Parts are bfloat16."""
@@ -44,13 +46,13 @@ def shape_of(rows: int, heads: int, splits: int, *, upright: bool, ptx: bool) ->
     del rows, heads, splits
     if upright or not ptx:
         # Pipelined, triton 3.6 does not compile it for chips with tensor memory, and no version for AMD's.
-        return Shape(64, 8, 1, 1, 1, 0, 0, False, 1, 4)
-    return Shape(64, 8, 2, 2, 1, 1, 2, False, 1, 4)
+        return Shape(64, 8, 1, 1, True, False, 0, 0, False, 1, 4)
+    return Shape(64, 8, 2, 2, True, False, 1, 2, False, 1, 4)
 
 
 @triton.jit
-def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
-    """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
+def _scores(queries, keys, once, HIDDEN: tl.constexpr):
+    """Return float32 [H, TILE] products.
 
     Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
     the same: so it is hidden from the second, in a branch that is always taken or a loop of one turn (`once` is 1).
@@ -64,7 +66,25 @@ def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, HID
             scores = tl.dot(queries, tl.trans(keys), scores)
     else:
         scores = tl.dot(queries, tl.trans(keys), scores)
-    scores = tl.where(valid[None, :], scores * (SCALE * UNPLANED), float("-inf"))
+    return scores
+
+
+@triton.jit
+def _behind(raw, valid, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
+    """Return scaled scores, where valid."""
+    if HIDDEN == 3:
+        scores = tl.zeros_like(raw)
+        for _ in tl.range(0, once):
+            scores = raw * (SCALE * UNPLANED)
+    else:
+        scores = raw * (SCALE * UNPLANED)
+    return tl.where(valid[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
+    """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D]."""
+    scores = _behind(_scores(queries, keys, once, HIDDEN), valid, once, SCALE, HIDDEN)
     new = tl.maximum(most, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new[:, None])
     old = tl.exp2(most - new)
@@ -96,25 +116,13 @@ def _near(queries, ring, position, floor, most, total, o, begin, end, once, capa
 
 
 @triton.jit
-def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once,
+def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once, fetched,
          D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
          AHEAD: tl.constexpr, HIDDEN: tl.constexpr):  # fmt: skip
     """Attend over tiles `begin` .. `end` - 1 of the selected entries."""
     inside = tl.arange(0, TILE)
-    if AHEAD == 0:
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            chosen = tl.load(selection + tile * TILE + inside)
-            valid = chosen >= 0
-            words, packed = entry_words(_address(chosen, pages, ENTRIES, entry_stride, per_page, D), valid, D)
-            keys = entry_keys(words, packed, TILE, D, PTX)
-            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
-        return most, total, o
-    chosen = _chosen(selection, begin, end, TILE)
-    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-    if AHEAD == 1:
-        words, packed = entry_words(entry, chosen >= 0, D)
-        chosen = _chosen(selection, begin + 1, end, TILE)
-        entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    if AHEAD:
+        words, packed, chosen, entry = fetched
         for tile in tl.range(begin, end, num_stages=1):
             valid = tl.load(selection + tile * TILE + inside) >= 0
             keys = entry_keys(words, packed, TILE, D, PTX)
@@ -123,16 +131,75 @@ def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total
             most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
             entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
     else:
-        later = _chosen(selection, begin + 1, end, TILE)
         for tile in tl.range(begin, end, num_stages=STAGES):
-            words, packed = entry_words(entry, chosen >= 0, D)
-            chosen = later
-            entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-            later = _chosen(selection, tile + 2, end, TILE)
+            chosen = tl.load(selection + tile * TILE + inside)
+            valid = chosen >= 0
+            words, packed = entry_words(_address(chosen, pages, ENTRIES, entry_stride, per_page, D), valid, D)
             keys = entry_keys(words, packed, TILE, D, PTX)
-            valid = tl.load(selection + tile * TILE + inside) >= 0
             most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
     return most, total, o
+
+
+@triton.jit
+def _far_pairs(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once, fetched,
+               D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr,
+               HIDDEN: tl.constexpr):  # fmt: skip
+    """Attend over tiles `begin` .. `end` - 1 of the selected entries, two at a time."""
+    inside = tl.arange(0, TILE)
+    words, packed, words_b, packed_b, chosen, entry, chosen_b, entry_b = fetched
+    for tile in tl.range(begin, end, 2, num_stages=1):
+        valid = tl.load(selection + tile * TILE + inside) >= 0
+        valid_b = _chosen(selection, tile + 1, end, TILE) >= 0
+        keys = entry_keys(words, packed, TILE, D, PTX)
+        raw = _scores(queries, keys, once, HIDDEN)
+        words, packed = entry_words(entry, chosen >= 0, D)
+        chosen = _chosen(selection, tile + 4, end, TILE)
+        keys_b = entry_keys(words_b, packed_b, TILE, D, PTX)
+        raw_b = _scores(queries, keys_b, once, HIDDEN)
+        words_b, packed_b = entry_words(entry_b, chosen_b >= 0, D)
+        chosen_b = _chosen(selection, tile + 5, end, TILE)
+        scores = _behind(raw, valid, once, SCALE, HIDDEN)
+        scores_b = _behind(raw_b, valid_b, once, SCALE, HIDDEN)
+        new = tl.maximum(most, tl.max(tl.maximum(scores, scores_b), axis=1))
+        weights = tl.exp2(scores - new[:, None])
+        weights_b = tl.exp2(scores_b - new[:, None])
+        old = tl.exp2(most - new)
+        total = total * old + tl.sum(weights + weights_b, axis=1)
+        most = new
+        o = o * old[:, None]
+        for _ in tl.range(0, once):
+            o = tl.dot(weights.to(tl.bfloat16), keys, o)
+        o = tl.dot(weights_b.to(tl.bfloat16), keys_b, o)
+        entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+        entry_b = _address(chosen_b, pages, ENTRIES, entry_stride, per_page, D)
+    return most, total, o
+
+
+@triton.jit
+def _fetched_pair(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr):
+    """Return codes and scales of tiles `begin` and the next, and entries and their pointers of the two after them."""
+    chosen = _chosen(selection, begin, end, TILE)
+    chosen_b = _chosen(selection, begin + 1, end, TILE)
+    later = _chosen(selection, begin + 2, end, TILE)
+    later_b = _chosen(selection, begin + 3, end, TILE)
+    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    entry_b = _address(chosen_b, pages, ENTRIES, entry_stride, per_page, D)
+    next_entry = _address(later, pages, ENTRIES, entry_stride, per_page, D)
+    next_entry_b = _address(later_b, pages, ENTRIES, entry_stride, per_page, D)
+    words, packed = entry_words(entry, chosen >= 0, D)
+    words_b, packed_b = entry_words(entry_b, chosen_b >= 0, D)
+    return words, packed, words_b, packed_b, later, next_entry, later_b, next_entry_b
+
+
+@triton.jit
+def _fetched(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr):
+    """Return codes and scales of tile `begin`, and entries and their pointers of the next tile."""
+    chosen = _chosen(selection, begin, end, TILE)
+    later = _chosen(selection, begin + 1, end, TILE)
+    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    next_entry = _address(later, pages, ENTRIES, entry_stride, per_page, D)
+    words, packed = entry_words(entry, chosen >= 0, D)
+    return words, packed, later, next_entry
 
 
 @triton.jit
@@ -160,7 +227,7 @@ def _sparse_attention(
     capacity, record_stride, entry_stride, page_stride, per_page,
     H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
-    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, AHEAD: tl.constexpr, HIDDEN: tl.constexpr,
+    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, AHEAD: tl.constexpr, PAIRS: tl.constexpr, HIDDEN: tl.constexpr,
     NEAR_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -177,24 +244,36 @@ def _sparse_attention(
             H, D, WINDOW, TOP, TILE, SCALE, PTX,
         )  # fmt: skip
     else:
+        pages = PAGES + tl.load(OWNER + row) * page_stride
+        position = tl.load(POSITIONS + row)
+        floor = tl.maximum(tl.load(FLOORS + row), 0)
+        ring = RING + tl.load(RECORD + row) * record_stride
+        selection = SELECTION + row * TOP
+        far = tl.maximum(begin - WINDOW // TILE, 0)
+        far_end = end - WINDOW // TILE
+        if PAIRS:
+            fetched = _fetched_pair(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE)
+        else:
+            fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE)
         queries = tl.load(Q + row * (H * D) + whole)
         o = tl.zeros((H, D), tl.float32)
         most = tl.full((H,), -1e30, tl.float32)
         total = tl.zeros((H,), tl.float32)
-        position = tl.load(POSITIONS + row)
-        floor = tl.maximum(tl.load(FLOORS + row), 0)
-        ring = RING + tl.load(RECORD + row) * record_stride
-        pages = PAGES + tl.load(OWNER + row) * page_stride
         once = tl.minimum(end - begin, 1)
         most, total, o = _near(
             queries, ring, position, floor, most, total, o, begin, tl.minimum(end, WINDOW // TILE), once, capacity,
             D, WINDOW, TILE, SCALE, PTX, NEAR_STAGES, NEAR_HIDDEN,
         )  # fmt: skip
-        most, total, o = _far(
-            queries, SELECTION + row * TOP, pages, ENTRIES, entry_stride, per_page, most, total, o,
-            tl.maximum(begin - WINDOW // TILE, 0), end - WINDOW // TILE, once,
-            D, TILE, SCALE, PTX, STAGES, AHEAD, HIDDEN,
-        )  # fmt: skip
+        if PAIRS:
+            most, total, o = _far_pairs(
+                queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
+                D, TILE, SCALE, PTX, HIDDEN,
+            )  # fmt: skip
+        else:
+            most, total, o = _far(
+                queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
+                D, TILE, SCALE, PTX, STAGES, AHEAD, HIDDEN,
+            )  # fmt: skip
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
         tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, H, D, ROPE))
@@ -270,7 +349,7 @@ def sparse_attention(
         ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
         H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
         SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, STAGES=shape.stages,
-        NEAR_STAGES=shape.near_stages, AHEAD=shape.ahead, HIDDEN=shape.hidden, NEAR_HIDDEN=shape.near_hidden,
+        NEAR_STAGES=shape.near_stages, AHEAD=shape.ahead, PAIRS=shape.pairs, HIDDEN=shape.hidden, NEAR_HIDDEN=shape.near_hidden,
         num_warps=shape.warps, num_stages=1 if upright else 2,
     )  # fmt: skip
     if splits > 1:
