@@ -1,15 +1,21 @@
 """Reading through tables of addresses whose second half lies on another GPU: the same results, and bytes per second.
 
+    python -m benchmarks.handover_table --peer 1 --out FILE
+
 One process sees both GPUs. The kernels are `engram_lookup` and `experts_up` as the model calls them; the peer's half is read
-over the link between the two by the loads of the kernels themselves.
+over the link between the two by the loads of the kernels themselves. Timed by replays of a graph, so without launches.
 """
 
-import statistics
-from collections.abc import Callable
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
 
 import torch
 
 from benchmarks.kernel_cases import CASES
+from benchmarks.kernel_timing import time_us
 from engine.kernels.engram_lookup import engram_lookup
 from engine.kernels.experts_up import experts_up
 from engine.kernels.shards import NgramColumns, Shards, shards_of
@@ -19,20 +25,18 @@ TOKENS = (64, 4096, 65_536)
 EXPERTS, TOP_K, WIDTH_IN, INNER = 48, 6, 5120, 2304
 ROWS_EACH = (4, 64)
 """Rows per expert."""
-REPEATS = 20
+SETS = 4
+"""Different tokens that are looked up in turn."""
+LINK_BYTES = 1 << 30
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return the median time of a call on the current GPU, after a warm-up."""
-    times: list[float] = []
-    for _ in range(REPEATS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times[3:])
+def link(peer: int) -> dict[str, object]:
+    """Copy from the peer in one piece, as a limit."""
+    here = torch.zeros(LINK_BYTES, dtype=torch.uint8, device="cuda:0")
+    there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=f"cuda:{peer}")
+    torch.cuda.set_device(0)
+    took_us, _ = time_us([lambda: here.copy_(there)], 10)
+    return {"nbytes": LINK_BYTES, "us": took_us, "gb_per_s": LINK_BYTES / took_us / 1e3}
 
 
 def gather(peer: int) -> dict[str, object]:
@@ -60,20 +64,23 @@ def gather(peer: int) -> dict[str, object]:
     token_map = torch.arange(VOCAB, device=here)
     rows: dict[str, object] = {"row_bytes": WIDTH + WIDTH // 32, "columns": COLUMNS, "table_rows": ROWS}
     for tokens in TOKENS:
-        ngrams = torch.randint(0, VOCAB, (tokens, LENGTH), device=here, generator=draw)
+        drawn = [torch.randint(0, VOCAB, (tokens, LENGTH), device=here, generator=draw) for _ in range(SETS)]
 
-        def run(table: Shards, ngrams: torch.Tensor = ngrams) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(table: Shards, ngrams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return engram_lookup(ngrams, token_map, columns, table)
 
-        same = all(torch.equal(a, b) for a, b in zip(run(local), run(split), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(run(local, drawn[0]), run(split, drawn[0]), strict=True))
         nbytes = tokens * COLUMNS * (WIDTH + WIDTH // 32)
-        at_home, apart = seconds(lambda run=run: run(local)), seconds(lambda run=run: run(split))
+        at_home, apart = (
+            time_us([lambda ngrams=ngrams, table=table, run=run: run(table, ngrams) for ngrams in drawn], 20)[0]
+            for table in (local, split)
+        )
         rows[f"{tokens} tokens"] = {
             "equal": same,
-            "local_us": at_home * 1e6,
-            "half_on_the_peer_us": apart * 1e6,
-            "local_gb_per_s": nbytes / at_home / 1e9,
-            "from_the_peer_gb_per_s": nbytes / 2 / apart / 1e9,
+            "local_us": at_home,
+            "half_on_the_peer_us": apart,
+            "local_gb_per_s": nbytes / at_home / 1e3,
+            "from_the_peer_gb_per_s": nbytes / 2 / apart / 1e3,
         }
     return rows
 
@@ -102,7 +109,7 @@ def products(peer: int) -> dict[str, object]:
         for name, weights in forms.items():
             call = [*args[:4], weights, *args[5:]]
             made[name] = experts_up(*call)
-            took[name] = seconds(lambda call=call: experts_up(*call))
+            took[name], _ = time_us([lambda call=call: experts_up(*call)], 20)
         pairs = int(args[3][-1])
         nbytes = sum(part.nbytes for part in (*whole.codes, *whole.scales))
         rows[f"{each} rows an expert"] = {
@@ -111,7 +118,28 @@ def products(peer: int) -> dict[str, object]:
                 for name in ("two_buffers", "half_on_the_peer")
                 for a, b in zip(made["one_buffer"], made[name], strict=True)
             ),
-            **{f"{name}_us": 1e6 * took[name] for name in forms},
-            "from_the_peer_gb_per_s": nbytes / 2 / took["half_on_the_peer"] / 1e9,
+            **{f"{name}_us": took[name] for name in forms},
+            "from_the_peer_gb_per_s": nbytes / 2 / took["half_on_the_peer"] / 1e3,
         }
     return rows
+
+
+def main() -> int:
+    """Measure each part, whatever becomes of the others; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    found: dict[str, object] = {}
+    for part in (link, gather, products):
+        try:
+            found[part.__name__] = part(options.peer)
+        except Exception:  # noqa: BLE001 - one part's failure must not cost the others
+            found[part.__name__] = {"failed": traceback.format_exc()[-3000:]}
+        options.out.write_text(json.dumps(found))
+        print(part.__name__, json.dumps(found[part.__name__]), flush=True)
+    return int(any("failed" in row for row in found.values() if isinstance(row, dict)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

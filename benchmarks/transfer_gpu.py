@@ -1,9 +1,10 @@
-"""DeepSeek-V4.1's pages between two processes on one GPU: over CUDA IPC, over NIXL, and the device's own copy as the limit.
+"""DeepSeek-V4.1's pages between two processes on GPUs: over each transport, and the device's own copy as the limit.
 
-    python -m benchmarks.transfer_gpu [--pages 1024] [--repeats 7] [--transports cuda-ipc nixl] [--out DIRECTORY]
+    python -m benchmarks.transfer_gpu [--pages 1024] [--repeats 7] [--transports cuda-ipc@0 cuda-ipc nixl] [--out DIRECTORY]
 
-A child process serves; this one reads random pages to random places and compares every byte. What could not run is
-named in the record with the reason. Sizes are bytes, times seconds; a copy of n bytes counts n, not read plus written.
+A child process serves; this one reads random pages to random places and compares every byte. `cuda-ipc@N` sets
+`transfer.gather_blocks` (0: copy engines alone); the pages that shm serves lie in host memory, as they must. What could not
+run is named in the record with the reason. Sizes are bytes, times seconds; a copy of n bytes counts n, not read plus written.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
@@ -32,13 +33,16 @@ from kv_transfer.backends.cuda_driver import CudaDriver
 from kv_transfer.config import TransferConfig
 from kv_transfer.device import Cuda
 from kv_transfer.factory import TransportFactory
-from kv_transfer.memory import U8
+from kv_transfer.memory import U8, RegionMemory, allocate
+from kv_transfer.plan import split
 from kv_transfer.settings import TransportSettings
 
 PAGE_BYTES = 227_840
 """One page of 256 tokens: four layers' entries and index keys, packed, 890 bytes a token."""
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
+OP_BYTES = (32 << 20, 128 << 20)
+"""Sizes of reads posted together, as a pull posts them (`transfer.max_bytes_per_op`)."""
 READY = "ready "
 """Before the description of the source, in hex, on its standard output."""
 
@@ -81,25 +85,35 @@ def pattern(pages: int, page_bytes: int) -> U8:
 def open_transport(
     name: str, memory: Memory, region: MemoryRegion, directory: str, on_event: Callable[[], None], *, serves: bool
 ) -> Transport:
-    """Open a transport over one region of the device."""
+    """Open a transport, with so many blocks if its name says so, over one region."""
+    name, _, blocks = name.partition("@")
     config = TransferConfig(segment_directory=directory, landing="direct")
+    if blocks:
+        config = msgspec.structs.replace(config, gather_blocks=int(blocks))
     settings = TransportSettings(fresh_incarnation(), config, cuda=memory.cuda)
     return TransportFactory(settings, [region], SystemClock()).open(name, Open() if serves else None, on_event)
 
 
 def serve(name: str, memory: Memory, pages: int, page_bytes: int, directory: str) -> None:
     """Fill a region, print its description, serve until standard input ends."""
-    region = memory.allocate(pages * page_bytes)
-    data = pattern(pages, page_bytes)
-    memory.cuda.copy(0, [(region.address, int(data.ctypes.data), region.nbytes)])
+    data, host = pattern(pages, page_bytes), list[RegionMemory]()
+    if name == "shm":
+        host.append(allocate([pages * page_bytes], incarnation=fresh_incarnation(), directory=directory))
+        region = host[0].regions[0]
+        host[0].buffers[0][:] = data.data
+    else:
+        region = memory.allocate(pages * page_bytes)
+        memory.cuda.copy(0, [(region.address, int(data.ctypes.data), region.nbytes)])
     transport = open_transport(name, memory, region, directory, lambda: None, serves=True)
     print(READY + msgspec.msgpack.encode(transport.export()).hex(), flush=True)
     sys.stdin.read()
     transport.destroy()
+    for each in host:
+        each.close()
 
 
 @contextmanager
-def source(arguments: Sequence[str]) -> Iterator[PeerInfo]:
+def source(arguments: Sequence[str]) -> Generator[PeerInfo]:
     """Run a serving child; raises RuntimeError with its last words if it could not start."""
     command = [sys.executable, "-m", "benchmarks.transfer_gpu", "--serve", *arguments]
     with subprocess.Popen(
@@ -165,25 +179,35 @@ def measure(options: argparse.Namespace, name: str, memory: Memory, directory: s
         ) as info:
             peer = transport.connect(info, 20.0)
 
-            def read(indices: I64, targets: I64) -> None:
+            def read(indices: I64, targets: I64, op_bytes: int = 0) -> None:
                 columns = (indices * size, targets * size, np.full(len(indices), size, np.int64))
                 deadline = SystemClock().now() + DEADLINE_S
-                op = transport.submit(peer, Records(0, 0, *columns), TransferId("t"), LeaseId(1), deadline)
-                while not transport.quiesced(op):
-                    news.wait(1.0)
-                    news.clear()
-                if op.error is not None:
-                    raise op.error
+                whole = Records(0, 0, *columns)
+                parts = split(whole, transport.capabilities.max_records_per_op, op_bytes) if op_bytes else [whole]
+                ops = [transport.submit(peer, part, TransferId("t"), LeaseId(1), deadline) for part in parts]
+                for op in ops:
+                    while not transport.quiesced(op):
+                        news.wait(1.0)
+                        news.clear()
+                    if op.error is not None:
+                        raise op.error
 
             one = timed(50, lambda: read(order[:1], places[:1]), size)
             whole = timed(options.repeats, lambda: read(order, places), pages * size)
+            in_ops = {
+                f"in_reads_of_{nbytes >> 20}_mib": timed(
+                    options.repeats, lambda nbytes=nbytes: read(order, places, nbytes), pages * size
+                )
+                for nbytes in OP_BYTES
+            }
             landed = np.zeros(pages * size, np.uint8)
             memory.cuda.copy(options.target_device, [(int(landed.ctypes.data), region.address, region.nbytes)])
             expected = pattern(pages, size).reshape(pages, size)
             same = bool(np.array_equal(landed.reshape(pages, size)[places], expected[order]))
     finally:
         transport.destroy()
-    return {"bytes_equal": same, "one_page": one, "all_pages": whole, "version": transport.capabilities.version}
+    version = transport.capabilities.version
+    return {"bytes_equal": same, "one_page": one, "all_pages": whole, **in_ops, "version": version}
 
 
 def limit(options: argparse.Namespace, memory: Memory) -> dict[str, object]:

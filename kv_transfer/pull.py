@@ -110,12 +110,16 @@ class Pull:
         told = self._stage("prepare", told)
         if not self.parts.config.pull_chunks:
             await transfer.finished()
+        land_s = 0.0
         while (chunk := await transfer.next_chunk()) is not None:
             transfer.check()
+            began = self.parts.clock.now()
             await self._land(chunk)
+            land_s = self.parts.clock.now() - began
         final = transfer.final
         assert final is not None
         told = self._stage("queue", told)
+        self.parts.observe("land", reader.name, land_s)
         self._check_coverage(final)
         if self.parts.staging.needed:
             await self._read_row(final)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kv_transfer.api import SupportsStatistics, Transport
 
-STAGES = ("prepare", "queue", "wire", "verify", "commit")
-"""Of a pull: until the lease; until the last chunk and FINAL are told; until everything has landed; digests and row
+STAGES = ("prepare", "queue", "land", "wire", "verify", "commit")
+"""Of a pull: until the lease; until the last chunk and FINAL are told and its reads are posted (``land``, a part of that,
+is the last chunk's pages and reads); until everything has landed; digests and row
 state; until the source's word that the lease held. Bytes that land while the source computes cost nothing of ``wire``."""
 ENGINE_RESTARTS = "Native engines opened again after a crash, or a fence that proved their reads over."
 WORSE_WAYS = "Connections by a slower way than the hosts allow, such as sockets where direct memory access is denied."
