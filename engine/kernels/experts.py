@@ -84,7 +84,8 @@ def joined(planes, ROWS: tl.constexpr):
 @triton.jit
 def product(
     W, S, X, row, column, exists,
-    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, UNROLL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
 
@@ -97,7 +98,7 @@ def product(
     w = W + (tile * 1024 + row % 64 * 16)[:, None, None] + word
     s = S + (tile * 256 + row % 64 * 4)[:, None] + group[None, :]
     total = tl.zeros((ROWS, TILE), tl.float32)
-    for start in tl.range(0, K, 128):
+    for start in tl.range(0, K, 128, loop_unroll_factor=UNROLL):
         scales = tl.load(s + start * 2)
         spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, 4, 4))
         weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
@@ -124,6 +125,8 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     joined: bool
+    unroll: int
+    """Steps of 128 columns in one pass of the loop."""
     registers: int | None
     """The most a thread may have."""
 
@@ -136,8 +139,8 @@ def shape_for(pairs: int, experts: int, *, high: bool) -> Shape:
     """
     tile = max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
     if tile >= 64 and high:
-        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, joined=True, registers=None)
-    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, joined=True, registers=None)
+        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, joined=True, unroll=1, registers=None)
+    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, joined=True, unroll=1, registers=None)
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:
