@@ -48,7 +48,41 @@ def _token_borders(g: torch.Generator, size: dict[str, int]) -> Inputs:
     return Inputs(args, least_bytes=size_of(logits))
 
 
+def _token_logprobs(g: torch.Generator, size: dict[str, int]) -> Inputs:
+    n, vocab, device = size["n"], size["v"], g.device
+    logits = torch.randn(n, vocab, generator=g, device=device) * 2
+    if size.get("ties"):
+        logits = logits.round()
+    if size.get("holes"):
+        logits[:, size["holes"] :] = -torch.inf
+    at = torch.randperm(n, generator=g, device=device)
+    tokens = logits[at].argmax(1)
+    return Inputs((logits, at, tokens, size["count"]), least_bytes=size_of(logits))
+
+
+def _near_logs(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    """A float32 rounding apart; of what cannot be, minus infinity."""
+    wrong = ~torch.isclose(got, want, rtol=2.0**-22, atol=2.0**-22)
+    return f"{int(wrong.sum())} of {wrong.numel()} values differ" if bool(wrong.any()) else None
+
+
 CASES_SAMPLING = (
+    Case(
+        "token_logprobs",
+        _token_logprobs,
+        (_near_logs, exact),
+        small=(
+            {"n": 3, "v": 5003, "count": 20},
+            {"n": 2, "v": 9001, "count": 5, "ties": 1},
+            {"n": 2, "v": 600, "count": 8, "holes": 5},
+            {"n": 2, "v": 40, "count": 0},
+        ),
+        large=(
+            {"n": 256, "v": 128256, "count": 20},
+            {"n": 8, "v": 129280, "count": 20},
+            {"n": 8, "v": 129280, "count": 20, "ties": 1},
+        ),
+    ),
     Case(
         "token_borders",
         _token_borders,

@@ -12,6 +12,7 @@ import torch
 
 from engine.kernels.ops import pick
 from engine.kernels.reference.token_borders import token_borders
+from engine.kernels.reference.token_logprobs import token_logprobs
 from engine.runner.device_stream import DeviceStream
 from engine.sampling import GREEDY_BELOW, ChoiceParams
 
@@ -39,6 +40,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._sample = pick("sample_tokens", device)
         self._borders = pick("token_borders", device)
+        self._logprobs = pick("token_logprobs", device)
         self._zero = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._no_temperature = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self._no_border = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=device)
@@ -71,7 +73,8 @@ class DeviceSampler:
         if not len(wanting):
             return DeviceChoice(tokens)
         at = fields[8, : len(wanting)]
-        return DeviceChoice(tokens, *log_probabilities(logits[at], tokens[at], int(params.num_logprobs.max())))
+        logprobs = self._logprobs if logits.dtype is torch.float32 else token_logprobs
+        return DeviceChoice(tokens, *logprobs(logits, at, tokens[at], int(params.num_logprobs.max())))
 
     def _upload(
         self, params: ChoiceParams, positions: I64, restricted: npt.NDArray[np.intp], wanting: npt.NDArray[np.intp]
@@ -96,22 +99,3 @@ class DeviceSampler:
         host[8, : len(wanting)] = wanting
         self._values.copy_(upload, non_blocking=True)
         return self._values
-
-
-def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 [n, 1 + count], natural logs of `tokens` [n] and of the best, and int64 [n, count]: which are best.
-
-    Most likely first, of equals the lowest id, as on the host.
-    """
-    raw = logits.double()
-    total = raw.logsumexp(1, keepdim=True)
-    if logits.dtype is torch.float32:
-        # The bits of a float, order-preserving, and behind them the id: one total order.
-        bits = (logits + 0.0).view(torch.int32)
-        bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        best = ((bits << 32) | (0x7FFFFFFF - ids)).topk(min(count, logits.shape[1]), dim=1).indices
-    else:
-        best = raw.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    found = torch.cat((tokens[:, None], best), 1)
-    return (raw.gather(1, found) - total).float(), best
