@@ -74,23 +74,29 @@ def places_of(weights: Shards) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit
-def joined(planes, ROWS: tl.constexpr):
-    """Return [ROWS, 128] of eight planes [ROWS, 4, 4], one after the other: no value leaves its thread."""
-    even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
-    odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
+def _four(a, b, c, d, ROWS: tl.constexpr):
+    """Return [ROWS, 64] of four planes [ROWS, 4, 4], one after the other: no value leaves its thread."""
+    return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 4, 1, 2)), (ROWS, 64))
+
+
+@triton.jit
+def _eight(p, ROWS: tl.constexpr):
+    """Return [ROWS, 128] of eight planes, as `_four`."""
+    even = tl.join(tl.join(p[0], p[4]), tl.join(p[2], p[6]))
+    odd = tl.join(tl.join(p[1], p[5]), tl.join(p[3], p[7]))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 3, 4, 5, 1, 2)), (ROWS, 128))
 
 
 @triton.jit
 def product(
     W, S, X, row, column, exists,
-    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, UNROLL: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
 
-    `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are zero. JOINED: one product
-    of 128 columns at a time instead of eight of 16 that are waited for; sums have the same order.
+    `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are zero. PARTS (1, 2, 8): in
+    how many products 128 columns are multiplied; sums have the same order.
     """
     group = tl.arange(0, 4)
     word = group[None, :, None] * 4 + group[None, None, :]
@@ -102,11 +108,15 @@ def product(
         scales = tl.load(s + start * 2)
         spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, 4, 4))
         weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
-        if JOINED:
-            at = X + column[None, :] * K + start + tl.arange(0, 128)[:, None]
-            total = tl.dot(joined(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
+        at = X + column[None, :] * K + start + tl.arange(0, 128 // PARTS)[:, None]
+        if PARTS == 1:
+            total = tl.dot(_eight(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
+        elif PARTS == 2:
+            left = tl.load(at, mask=exists[None, :], other=0.0)
+            right = tl.load(at + 64, mask=exists[None, :], other=0.0)
+            total = tl.dot(_four(weights[0], weights[1], weights[2], weights[3], ROWS), left, total)
+            total = tl.dot(_four(weights[4], weights[5], weights[6], weights[7], ROWS), right, total)
         else:
-            at = X + column[None, :] * K + start + tl.arange(0, 16)[:, None]
             for n in tl.static_range(8):
                 x = tl.load(at + n * 16, mask=exists[None, :], other=0.0)
                 total = tl.dot(tl.reshape(weights[n], (ROWS, 16)), x, total)
@@ -124,7 +134,8 @@ class Shape(NamedTuple):
     """Columns where an expert's last tile has no more pairs."""
     warps: int
     stages: int
-    joined: bool
+    parts: int
+    """Products that 128 columns are multiplied in: 1 is not waited for, 2 leave more registers, 8 are planes."""
     unroll: int
     """Steps of 128 columns in one pass of the loop."""
     registers: int | None
@@ -139,8 +150,8 @@ def shape_for(pairs: int, experts: int, *, high: bool) -> Shape:
     """
     tile = max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
     if tile >= 64 and high:
-        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, joined=True, unroll=1, registers=None)
-    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, joined=True, unroll=1, registers=None)
+        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, parts=1, unroll=1, registers=None)
+    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, parts=1, unroll=1, registers=None)
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:

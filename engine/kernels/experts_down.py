@@ -13,13 +13,13 @@ from engine.kernels.shards import Shards
 @triton.jit
 def _tile_down(
     X, ORDER, W, WS, OUT, first, last, row, column,
-    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr, UNROLL: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, TILE)
     exists = place < last
     pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
-    total = product(W, WS, X, row, place.to(tl.int64), exists, K, ROWS, TILE, JOINED, UNROLL, PTX)
+    total = product(W, WS, X, row, place.to(tl.int64), exists, K, ROWS, TILE, PARTS, UNROLL, PTX)
     made = tl.trans(total.to(tl.bfloat16))
     tl.store(OUT + pair[:, None] * D + column[None, :], made, mask=exists[:, None])
 
@@ -28,7 +28,7 @@ def _tile_down(
 def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT, each,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, JOINED: tl.constexpr, UNROLL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
     SHARDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
@@ -37,9 +37,9 @@ def _experts_down(
         column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         row = held.to(tl.int64) * D + column
         if last - first <= NARROW:
-            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, JOINED, UNROLL, PTX)
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, PARTS, UNROLL, PTX)
         elif NARROW < TILE:
-            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, JOINED, UNROLL, PTX)
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, PARTS, UNROLL, PTX)
 
 
 def shape_of(pairs: int, experts: int, width: int) -> Shape:
@@ -66,7 +66,7 @@ def experts_down(
     _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales), order, offsets, *places_of(w2), out, w2.each,
         K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
-        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, JOINED=shape.joined, UNROLL=shape.unroll, SHARDED=len(w2.codes) > 1,
+        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll, SHARDED=len(w2.codes) > 1,
         PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages,
         **({} if shape.registers is None else {"maxnreg": shape.registers}),
     )  # fmt: skip
