@@ -109,8 +109,8 @@ def thirds(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack((high, middle, (weight - high.float() - middle.float()).bfloat16()))
 
 
-_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
-"""Where `tiled` puts sign, exponent and mantissa bit of four codes in half a word: three need one shift to unpack."""
+_PLANE = -2118090304
+"""Bits of two codes, one in each half of a word, where `_planes` has them: sign 15, exponent 8 and 7, mantissa 6."""
 
 
 def tiled(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,15 +118,12 @@ def tiled(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
 
     `packed` uint8 [E, R, K / 2] e2m1 pairs, `scales` uint8 [E, R, K / 32]; R a multiple of 64, K of 128. Returns int32
     [E, R / 64, K / 128, 64, 16] and uint8 [E, R / 64, K / 128, 64, 4]. Of two neighbouring words of eight codes, the
-    first one gets both first halves, the second both second halves, with bits placed as `_BITS` says.
+    first one gets both first halves, the second both second halves, so that `_planes` of it are those codes.
     """
     experts, rows, half = packed.shape
     codes = torch.stack((packed & 0xF, packed >> 4), -1).view(experts, rows, half // 8, 2, 2, 4).int()
-    halves = torch.zeros_like(codes[..., 0])
-    for n, bits in enumerate(_BITS):
-        for k, bit in enumerate(bits):
-            halves |= ((codes[..., n] >> (3 - k)) & 1) << bit
-    words = halves[..., 0, :] | (halves[..., 1, :] << 16)
+    bits = ((codes & 8) << 12) | ((codes & 7) << 6)
+    words = _word_of(*(bits[..., 0, :, :] | (bits[..., 1, :, :] << 16)).unbind(-1))
     words = words.view(experts, rows // 64, 64, half // 64, 16).transpose(2, 3).contiguous()
     return words, scales.view(experts, rows // 64, 64, half // 64, 4).transpose(2, 3).contiguous()
 
@@ -134,14 +131,30 @@ def tiled(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
 def untiled(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Undo `tiled`."""
     experts, rows = len(words), words.shape[1] * 64
-    words = words.transpose(2, 3).reshape(experts, rows, -1, 2)
-    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -2)
-    codes = torch.zeros(*halves.shape, 4, dtype=torch.int32, device=words.device)
-    for n, bits in enumerate(_BITS):
-        for k, bit in enumerate(bits):
-            codes[..., n] |= ((halves >> bit) & 1) << (3 - k)
-    packed = pack(codes.flatten(2).to(torch.uint8))
-    return packed, scales.transpose(2, 3).reshape(experts, rows, -1)
+    planes = torch.stack(_planes(words.transpose(2, 3).reshape(experts, rows, -1, 2)), -1)
+    both = torch.stack((planes & 0xFFFF, (planes >> 16) & 0xFFFF), -3)
+    codes = ((both >> 12) & 8) | ((both >> 6) & 7)
+    return pack(codes.flatten(2).to(torch.uint8)), scales.transpose(2, 3).reshape(experts, rows, -1)
+
+
+def _planes(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the four pairs of codes of int32 words: a shift each, and a mask or a mask of a difference.
+
+    So kernels unpack them; every word is some four pairs, and the other way round.
+    """
+    right = ((words >> 6) & 0x03FFFFFF) | (words << 26)
+    moved = words << 6, right, words ^ (words << 4), words ^ ((words >> 2) & 0x3FFFFFFF)
+    return tuple(plane & _PLANE for plane in moved)
+
+
+def _word_of(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Return the int32 words whose `_planes` these are: two lie bare in it, from which the differences are solved."""
+    word = ((a >> 6) & 0x03FFFFFF) | (b << 6) | ((b >> 26) & 0x3F)
+    word = word | ((d ^ ((word >> 2) & 0x3FFFFFFF)) & -2139062144)
+    word = word | ((c ^ (word << 4)) & 0x00400040)
+    word = word | (((d ^ word) << 2) & 0x01000100)
+    word = word | (((d ^ word) << 2) & 0x04000400)
+    return word | (((c ^ word) >> 4) & 0x08180818)
 
 
 def expert_product(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
