@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,13 @@ def body_of(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any
     }
 
 
-async def ask(address: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Answer:
-    """Send one request and read its stream to the end; a failure is told in the answer."""
+async def ask(
+    address: str, body: Mapping[str, Any], timeout_s: float = 120.0, on_first: Callable[[], None] | None = None
+) -> Answer:
+    """Send one request and read its stream to the end; a failure is told in the answer.
+
+    `on_first` is called with the first token.
+    """
     tokens: list[str] = []
     logprobs: list[float] = []
     times: list[float] = []
@@ -181,6 +186,8 @@ async def ask(address: str, body: Mapping[str, Any], timeout_s: float = 120.0) -
             found = choice.get("logprobs") or {}
             tokens.extend(found.get("tokens") or ())
             logprobs.extend(found.get("token_logprobs") or ())
+            if tokens and not times and on_first is not None:
+                on_first()
             times.extend([time.perf_counter() - started] * len(found.get("tokens") or ()))
 
     try:

@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.handover_cluster import Answer, Cluster, ask, body_of
 
@@ -30,13 +30,22 @@ class Kind:
     """and 99 of 100 of its gaps are no longer than this."""
 
 
-SHORT = Kind("short", 512, 128, 12.0, 0.5, 0.05)
-LONG = Kind("long", 8192, 64, 1.5, 2.0, 0.05)
+SHORT = Kind("short", 512, 128, 20.0, 0.5, 0.05)
+LONG = Kind("long", 8192, 64, 1.4, 2.0, 0.05)
 MIXES: dict[str, tuple[Kind, ...]] = {
+    "mixed": (Kind("short", 512, 128, 8.0, 0.5, 0.05), Kind("long", 8192, 64, 0.8, 2.0, 0.05)),
     "short": (SHORT,),
     "long": (LONG,),
-    "mixed": (Kind("short", 512, 128, 8.0, 0.5, 0.05), Kind("long", 8192, 64, 0.8, 2.0, 0.05)),
 }
+SHARES = {"mixed": 1.1, "short": 0.7, "long": 1.2}
+"""Of the seconds that are asked for: rare requests need more."""
+FACTORS = (1.0, 2.0, 3.0)
+"""Of the rates above, up to where one prefill worker or two that do both are full."""
+
+
+def scaled(mix: Sequence[Kind], factor: float) -> tuple[Kind, ...]:
+    """Return the mix with so many times its arrivals."""
+    return tuple(replace(kind, per_s=kind.per_s * factor) for kind in mix)
 
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:

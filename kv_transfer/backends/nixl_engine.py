@@ -84,7 +84,7 @@ class NixlEngine:
         """Around every call: STRICT agents serialize them anyway, and `close` must not meet one."""
         self._agent: Any = library.agent(spec.name, serves=spec.serves)
         self._name = spec.name
-        self._call(self._agent.create_backend, "UCX", _backend_options(self._lane, spec.host))
+        self._call(self._agent.create_backend, "UCX", backend_options(self._lane, spec.host))
         # The descriptors are the registration; the memory is the caller's, who closes us first.
         self._registered: list[Any] = []
         for kind in (_HOST_MEMORY, _GPU_MEMORY):
@@ -280,9 +280,12 @@ def _weak(thing: object) -> bool:
     return True
 
 
-def _backend_options(lane: str, host: str) -> dict[str, str]:
+def backend_options(lane: str, host: str) -> dict[str, str]:
     """Options of the UCX backend; its own configuration is a list of KEY=VALUE and wins over the environment."""
     engine = ["TLS=tcp"] if lane == "tcp" else []
+    if lane == "cuda":
+        # Where it finds no NVLink (one GPU, a guest without that view) UCX would read device memory over sockets.
+        engine.append("CUDA_IPC_ENABLE_GET_ZCOPY=y")
     device = _device_of(host)
     if lane != "rdma" and device:
         # By default UCX listens on every interface, without any authentication.

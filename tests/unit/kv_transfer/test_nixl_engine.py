@@ -15,7 +15,7 @@ from core.errors import BadRequest, ConfigError, TransferFailed
 from core.ids import fresh_incarnation
 from kv_transfer.api import MemoryRegion
 from kv_transfer.backends.native import EngineSpec
-from kv_transfer.backends.nixl_engine import MAX_PAUSE_S, NixlEngine, open_engine
+from kv_transfer.backends.nixl_engine import MAX_PAUSE_S, NixlEngine, backend_options, open_engine
 from kv_transfer.backends.nixl_library import Nixl
 from tests.fakes.kv_ends import copies
 
@@ -243,3 +243,11 @@ def test_nothing_listens_beyond_the_configured_address(ends):
     ends(1, lane="tcp"), ends(1, lane="cma")
     listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("lane", ["any", "cma", "cuda", "rdma", "tcp"])
+def test_device_memory_is_read_by_its_own_way_where_ucx_sees_no_nvlink(lane):
+    asked = backend_options(lane, "127.0.0.1")["engine_config"].split(",")
+    assert ("CUDA_IPC_ENABLE_GET_ZCOPY=y" in asked) == (lane == "cuda")
+    assert ("TLS=tcp" in asked) == (lane == "tcp")
+    assert ("NET_DEVICES=lo" in asked) == (lane != "rdma")
