@@ -10,7 +10,6 @@ import torch
 
 from engine.batch import ForwardBatch, RowReplay
 from engine.config import EngineConfig
-from engine.device import CPU
 from engine.plan import Plan, RowInit
 from engine.runner.row_images import RowImages
 from engine.runner.token_history import TokenHistory
@@ -31,9 +30,7 @@ class RowMirror:
         max_pages: int,
         history_tokens: int = 0,
         images: RowImages | None = None,
-        device: torch.device = CPU,
     ) -> None:
-        self._device = device
         self._page_tokens = config.page_tokens
         self._deterministic = config.deterministic
         self.next_token = np.zeros(config.num_rows, np.int64)
@@ -66,7 +63,7 @@ class RowMirror:
     def batch(
         self, rows: I32, q_start: I32, seq_start: I32, tokens: npt.NDArray[np.int64], sample_at: I64
     ) -> ForwardBatch:
-        """Return the tensors of a step over `rows`; arrays as in `ForwardBatch`, `tokens` int64 [t] are its ids."""
+        """Return the tensors of a step over `rows`, on the host; arrays as in `ForwardBatch`, `tokens` int64 [t] are its ids."""
         size = self._page_tokens
         lengths = np.diff(q_start)
         owner = np.repeat(np.arange(len(rows)), lengths)
@@ -81,7 +78,7 @@ class RowMirror:
         if self._history is not None:
             history = torch.from_numpy(self._history.before(rows, seq_start.astype(np.int64)))
             self._history.write(rows, q_start, positions, tokens)
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(slots),
@@ -96,7 +93,6 @@ class RowMirror:
             replay=self._replay(rows),
             images=None if self._images is None else self._images.of_step(rows, q_start, seq_start),
         )
-        return batch if self._device.type == "cpu" else batch.on(self._device)
 
     def _replay(self, rows: I32) -> RowReplay | None:
         if not self._has_floors[rows].any():

@@ -68,7 +68,7 @@ class SpeculativeExecutor:
         self._acceptance: Acceptance = (
             ChainRule(self._sampler) if config.speculation.acceptance == "chain_rule" else SharedNoise(self._sampler)
         )
-        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config), model.device)
+        self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
         self._drafter = model.drafter(kv)
         self._k = self._drafter.num_drafts
         assert self._k < MAX_ROW_TOKENS, f"{self._k} drafts are more than rows have room for"

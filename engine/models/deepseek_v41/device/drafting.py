@@ -216,4 +216,4 @@ class DraftingDeviceModel(DeviceDeepseekModel):
         """As `forward`, and what the drafter observes: of every row that ran with a decoder window of its own."""
         if self._verify is not None and self._verify[0] is kv and self._verify[1].fits(batch):
             return self._verify[1].run(batch), self._nothing()[1]
-        return self._run(batch, kv)
+        return self._run(batch.on(self.device) if batch.device_rows is None else batch, kv)

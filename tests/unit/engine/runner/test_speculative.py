@@ -249,3 +249,13 @@ def test_the_runner_speculates_if_the_model_can_and_nobody_forbids_it(model, mod
         assert isinstance(runner._executor, kind)
     finally:
         runner.close()
+
+
+def test_the_model_is_given_steps_on_the_host(model):
+    """Recorded steps are chosen and padded there; a model whose device is another one copies what it does not record."""
+    model.device = torch.device("meta")
+    executor = SpeculativeExecutor(model, None, config_of(), max_pages=6)
+    started(executor)
+    executor.run(plan_of(2, [(0, 4, 2, 1)]))
+    assert [batch.token_ids.device.type for batch in model.batches] == ["cpu", "cpu"]
+    assert all(batch.device_rows is None for batch in model.batches)
