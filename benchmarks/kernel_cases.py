@@ -99,8 +99,9 @@ def _mix_streams(g: torch.Generator, size: Size) -> Inputs:
     t, d = size["t"], size["d"]
     y, x = normal(g, t, d), normal(g, t, 4, d)
     post, pre, comb = (torch.rand(t, *shape, generator=g, device=g.device) for shape in ((4,), (4,), (4, 4)))
-    moved = size_of(y, x, post, pre, comb) + size_of(x, y) + t * d * 33 // 32
-    return Inputs((y, x, post, comb, pre, weights(g, d), EPS), least_bytes=moved)
+    pairs = normal(g, t * size["k"], d) if "k" in size else None
+    moved = size_of(y, x, post, pre, comb) + size_of(x, y) + t * d * 33 // 32 + 2 * t * d * size.get("k", 0)
+    return Inputs((y, x, post, comb, pre, weights(g, d), EPS, pairs), least_bytes=moved)
 
 
 def _stream_coefficients(g: torch.Generator, size: Size) -> Inputs:
@@ -286,8 +287,15 @@ CASES = (
         "mix_streams",
         _mix_streams,
         (exact, NEAR_BF16, few_bytes(0.01), few_bytes(0.01)),
-        small=({"t": 2, "d": 96}, {"t": 1, "d": 1056}),
-        large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}),
+        small=({"t": 2, "d": 96}, {"t": 1, "d": 1056}, {"t": 3, "d": 160, "k": 2}),
+        large=(
+            {"t": 8, "d": 5120},
+            {"t": 8, "d": 5120, "k": 6},
+            {"t": 256, "d": 5120},
+            {"t": 8192, "d": 5120},
+            {"t": 8192, "d": 5120, "k": 6},
+        ),
+        compiled=({"t": 8, "d": 5120}, {"t": 8, "d": 5120, "k": 6}),
         consistent=_codes_of_y,
     ),
     Case(

@@ -72,11 +72,6 @@ def _swiglu_quantize(g: torch.Generator, size: Size) -> Inputs:
     return Inputs((x, 10.0), least_bytes=size_of(x) + x.numel() * 33 // 64)
 
 
-def _combine_experts(g: torch.Generator, size: Size) -> Inputs:
-    made, shared = normal(g, size["t"] * size["k"], size["d"]), normal(g, size["t"], size["d"])
-    return Inputs((made, shared), least_bytes=size_of(made) + 2 * size_of(shared))
-
-
 def _engram_lookup(g: torch.Generator, size: Size) -> Inputs:
     t, width, count, each = size["t"], size["w"], size["c"], size["rows"]
     device = g.device
@@ -203,13 +198,6 @@ V41_CASES = (
         (few_bytes(0.01), few_bytes(0.01)),
         small=({"t": 3, "i": 96}, {"t": 1, "i": 1056}),
         large=({"t": 8, "i": 2304}, {"t": 8192, "i": 2304}),
-    ),
-    Case(
-        "combine_experts",
-        _combine_experts,
-        (exact,),
-        small=({"t": 3, "k": 2, "d": 96}, {"t": 1, "k": 6, "d": 1056}),
-        large=({"t": 8, "k": 6, "d": 5120}, {"t": 8192, "k": 6, "d": 5120}),
     ),
     Case(
         "engram_lookup",

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -19,7 +19,7 @@ class Shape(NamedTuple):
 
 def shape_of(experts: int) -> Shape:
     """Return the shape for so many experts."""
-    return Shape(1 if experts <= 64 else 4, pdl=False)
+    return Shape(1 if experts <= 64 else 4, pdl=overlaps())
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import LEAST_Q4, e2m1_code, e2m1_value, exponent_ceil, inverse_power, power, rotated
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int, heads: int) -> Shape:
     """Return the shape for rows of so many heads."""
-    return Shape(min(heads, 4 if rows <= 64 else heads), 1 if rows <= 64 else 4, pdl=False)
+    return Shape(min(heads, 4 if rows <= 64 else heads), 1 if rows <= 64 else 4, pdl=overlaps())
 
 
 @triton.jit

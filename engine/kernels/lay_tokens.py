@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _NEVER = tl.constexpr(1 << 40)
 """A window floor above every position."""
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 def shape_of() -> Shape:
     """Return the shape."""
-    return Shape(16, 64, 1, pdl=False)
+    return Shape(16, 64, 1, pdl=overlaps())
 
 
 @triton.jit

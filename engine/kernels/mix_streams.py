@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -25,12 +25,13 @@ class Shape(NamedTuple):
 def shape_of(width: int) -> Shape:
     """Return the shape for streams of a width."""
     chunk = min(1024, triton.next_power_of_2(width))
-    return Shape(chunk, max(1, chunk // 64), pdl=False)
+    return Shape(chunk, max(1, chunk // 128), pdl=overlaps())
 
 
 @triton.jit
 def _mix_streams(
-    Y, X, POST, COMB, PRE, W, MADE, NORMED, CODES, SCALES, eps, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    Y, PAIRS, X, POST, COMB, PRE, W, MADE, NORMED, CODES, SCALES, eps, D: tl.constexpr, K: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     weights = ()
     for start in tl.static_range(0, D, CHUNK):
@@ -48,6 +49,11 @@ def _mix_streams(
         inside = at < D
         old = X + row * (4 * D) + at
         y = tl.load(Y + row * D + at, mask=inside, other=0.0)
+        if K > 0:
+            total = y.to(tl.float32)
+            for k in tl.static_range(K):
+                total += tl.load(PAIRS + (row * K + k) * D + at, mask=inside, other=0.0).to(tl.float32)
+            y = total.to(tl.bfloat16)
         x0 = tl.load(old, mask=inside, other=0.0)
         x1 = tl.load(old + D, mask=inside, other=0.0)
         x2 = tl.load(old + 2 * D, mask=inside, other=0.0)
@@ -97,12 +103,14 @@ def mix_streams(
     pre: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
+    pairs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return new streams bfloat16 [t, hc, d], normed bfloat16 [t, d], its e4m3 codes [t, d] and scales [t, d / 32].
 
     `y` bfloat16 [t, d]; `streams` bfloat16 [t, hc, d]; float32 `post`, `pre` [t, hc], `comb` [t, hc (from), hc (to)];
     `weight` float32 [d]; all contiguous, hc = 4, d a multiple of 32. New streams are equal to the reference bit by bit: products
-    and sums are not fused. The collapse reads them as they are stored.
+    and sums are not fused. The collapse reads them as they are stored. With `pairs` bfloat16 [t k, d], the results of a
+    row's k experts, y is its sum with them, one after the other in float32, rounded to bfloat16.
     """
     rows, num_streams, width = streams.shape
     assert num_streams == 4
@@ -111,7 +119,7 @@ def mix_streams(
     scales = torch.empty(rows, width // 32, dtype=torch.uint8, device=y.device)
     shape = shape_of(width)
     _mix_streams[(rows,)](
-        y, streams, post, comb, pre, weight, made, normed, codes, scales, eps, D=width, CHUNK=shape.chunk,
-        PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
+        y, y if pairs is None else pairs, streams, post, comb, pre, weight, made, normed, codes, scales, eps, D=width,
+        K=0 if pairs is None else len(pairs) // rows, CHUNK=shape.chunk, PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip
     return made, normed, codes, scales

@@ -5,6 +5,8 @@ A kernel that is launched so must call `after_kernels_before` before it touches 
 weights it may read before, because nothing on the device writes them.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -36,11 +38,14 @@ def fetch_ahead(pointers):
     )
 
 
-def overlaps(device: torch.device) -> bool:
-    """Return whether kernels for a device may be launched so; off a GPU, whether the compiler can be told."""
-    if not chip.speaks_ptx():
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= _FIRST_CAPABILITY
+def overlaps() -> bool:
+    """Return whether launches may be so, as far as the compiler and the machine's GPU, if it has one, say."""
+    return chip.speaks_ptx() and _is_new_enough()
+
+
+@functools.cache
+def _is_new_enough() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= _FIRST_CAPABILITY
 
 
 def options(pdl: bool) -> dict[str, bool]:

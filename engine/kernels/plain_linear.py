@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, fetch_ahead, options
+from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
 
 _PROGRAMS = 132
 """Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
 _FIXED_TILE = 32
+_HIGH, _MOST_PARTS = 512, 20
+"""Rows of weights from which tiles are high though they are few; parts whose merging takes no longer than they save."""
 _MERGED = 128
 """Results that a program of the second kernel adds."""
 
@@ -42,12 +44,13 @@ def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     """Return the shape for [rows, inner] x [out, inner]; with `fixed` only `each` depends on rows."""
     tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
     tiles = 1 if fixed else triton.cdiv(rows, tile)
-    height = next((h for h in (64, 32) if triton.cdiv(out, h) * tiles >= _PROGRAMS), 16)
+    height = next((h for h in (64, 32) if triton.cdiv(out, h) * tiles >= _PROGRAMS), 64 if out >= _HIGH else 16)
     step = 128 if inner % 128 == 0 and tile <= 32 else 64 if inner % 64 == 0 else 32
     made = triton.cdiv(out, height) * tiles
-    parts = max(1, min(triton.cdiv(inner, step), _PROGRAMS // made))
+    parts = 1 if made >= _PROGRAMS else min(triton.cdiv(inner, step), _MOST_PARTS, max(1, 2 * _PROGRAMS // made))
     is_full = triton.cdiv(rows, tile) >= parts
-    return Shape(height, tile, step, parts, parts if is_full else 1, warps=4, stages=4, ahead=False, pdl=False)
+    warps = 2 if height == 16 and tile <= _FIXED_TILE else 4
+    return Shape(height, tile, step, parts, parts if is_full else 1, warps, stages=4, ahead=False, pdl=overlaps())
 
 
 @triton.jit
@@ -85,9 +88,12 @@ def _merge_parts(PARTIAL, OUT, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, 
     after_kernels_before(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    total = tl.load(PARTIAL + at, mask=inside, other=0.0)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (tl.load(PARTIAL + part * count + at, mask=inside, other=0.0),)
+    total = parts[0]
     for part in tl.static_range(1, PARTS):
-        total += tl.load(PARTIAL + part * count + at, mask=inside, other=0.0)
+        total += parts[part]
     tl.store(OUT + at, total, mask=inside)
 
 

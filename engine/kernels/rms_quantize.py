@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -22,8 +22,8 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for rows of a width."""
-    chunk = min(1024, triton.next_power_of_2(width))
-    return Shape(chunk, max(1, chunk // 256), pdl=False)
+    chunk = min(1024 if width > 2048 else 512, triton.next_power_of_2(width))
+    return Shape(chunk, max(1, min(4, chunk // 128)), pdl=overlaps())
 
 
 @triton.jit

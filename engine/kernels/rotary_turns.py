@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int) -> Shape:
     """Return the shape for so many rows."""
-    return Shape(1 if rows <= 256 else 16, 1 if rows <= 256 else 4, pdl=False)
+    return Shape(1 if rows <= 256 else 16, 1 if rows <= 256 else 4, pdl=overlaps())
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _CHUNK = 4096
 
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 def shape_of(k: int) -> Shape:
     """Return the shape for a choice of k."""
-    return Shape(max(_CHUNK, 4 * triton.next_power_of_2(k)), 512, 8, pdl=False)
+    return Shape(max(_CHUNK, 4 * triton.next_power_of_2(k)), 512, 8, pdl=overlaps())
 
 
 @triton.jit
@@ -42,18 +42,26 @@ def _ordered(score):
 
 
 @triton.jit
-def _kth(key, K: tl.constexpr):
-    """Return the K-th largest of uint32 [CHUNK]; 0 if fewer are above 0."""
+def _border(key, K: tl.constexpr):
+    """Return what the best K of uint32 [CHUNK] are above, or at; 0 if there are no more than K above 0.
+
+    Two bits at a time; once exactly K are found, any number does that lies between them and the rest.
+    """
     found = tl.full((), 0, tl.uint32)
-    for step in tl.static_range(16):
-        unit = tl.full((), 1 << (30 - 2 * step), tl.uint32)
+    exact = tl.full((), 0, tl.int32)
+    step = tl.where(tl.sum((key > 0).to(tl.int32), axis=0) > K, 0, 16)
+    while (step < 16) & (exact == 0):
+        unit = tl.full((), 1, tl.uint32) << (30 - 2 * step).to(tl.uint32)
         one = (key >= found + unit).to(tl.int64)
         two = (key >= found + unit + unit).to(tl.int64)
         three = (key >= found + unit + unit + unit).to(tl.int64)
         counts = tl.sum(one + (two << 20) + (three << 40), axis=0)
-        up = ((counts & 0xFFFFF) >= K).to(tl.uint32) + (((counts >> 20) & 0xFFFFF) >= K).to(tl.uint32)
-        found += (up + ((counts >> 40) >= K).to(tl.uint32)) * unit
-    return found
+        first, second, third = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+        up = (first >= K).to(tl.int32) + (second >= K).to(tl.int32) + (third >= K).to(tl.int32)
+        exact = ((first == K) | (second == K) | (third == K)).to(tl.int32)
+        found += up.to(tl.uint32) * unit
+        step += 1
+    return tl.where(exact > 0, found - 1, found)
 
 
 @triton.jit
@@ -91,7 +99,7 @@ def _select(
     else:
         key = tl.load(KEYS + row * in_stride + at, mask=at < size, other=0)
         ids = tl.load(IDS + row * in_stride + at, mask=at < size, other=-1)
-    border = _kth(key, K)
+    border = _border(key, K)
     above = key > border
     equal = (key == border) & (key > 0)
     both = above.to(tl.int32) + (equal.to(tl.int32) << 16)

@@ -5,7 +5,8 @@ float32 weights come as three bfloat16 parts, whose sum is exact; the streams ar
 float32 sums are the float32 product, and they are one product whose columns are the three parts' side by side.
 
 A row's bits depend on the row alone: K is cut into steps, whose products start from zero and are added in an order that
-is written down. Few rows make a program of every step, many rows one of a group of steps.
+is written down. Few rows make a program of every step, many rows one of a group of steps. Products and sums outside of
+matrix products are not fused: where a compiler fuses depends on the shape.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _COLUMNS = tl.constexpr(32)
 """Results per row, padded: pre, post, comb, and behind them the sum of squares."""
@@ -32,15 +33,16 @@ class Shape(NamedTuple):
     """Steps it takes: one, or all of its group."""
     warps: int
     stages: int
-    rows: int
-    """Rows a warp of the second kernel takes."""
+    finish_warps: int
+    """Of the second kernel, whose program has a row."""
     pdl: bool
 
 
 def shape_of(rows: int, steps: int) -> Shape:
-    """Return the shape for so many rows and steps in a group; neither order of additions depends on it."""
-    is_few = rows <= 128
-    return Shape(64, 1 if is_few else steps, 4, 1 if is_few else 2, 1 if is_few else 4, pdl=False)
+    """Return the shape for so many rows and steps in a group; no order of additions depends on it."""
+    # Many rows are not pipelined: it was slower, and triton 3.6 was seen to reuse a buffer of a pipeline too early.
+    is_few = rows <= 512
+    return Shape(64, 1 if is_few else steps, 4, 1, 4 if is_few else 1, pdl=overlaps())
 
 
 @triton.jit
@@ -85,11 +87,11 @@ def _summed(x, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def _added(x, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
-    """Return [ROWS, _COLUMNS] of [2^HALVINGS, ROWS, _COLUMNS], halves first, see `_summed`."""
+def _added(x, HALVINGS: tl.constexpr):
+    """Return [1, _COLUMNS] of [2^HALVINGS, 1, _COLUMNS], halves first, see `_summed`."""
     for _ in tl.static_range(HALVINGS):
-        x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, ROWS, _COLUMNS)), axis=0)
-    return tl.reshape(x, (ROWS, _COLUMNS))
+        x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, 1, _COLUMNS)), axis=0)
+    return tl.reshape(x, (1, _COLUMNS))
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _softmax(a, b, c, d, eps, PTX: tl.constexpr):
 
 @triton.jit
 def _four(x, column, first):
-    """Return columns `first` .. of [ROWS, _COLUMNS], each [ROWS]: one value and zeros have one sum."""
+    """Return columns `first` .. of [1, _COLUMNS], each [1]: one value and zeros have one sum."""
     a = tl.sum(tl.where(column == first, x, 0.0), axis=1)
     b = tl.sum(tl.where(column == first + 1, x, 0.0), axis=1)
     c = tl.sum(tl.where(column == first + 2, x, 0.0), axis=1)
@@ -129,7 +131,7 @@ def _four(x, column, first):
 
 @triton.jit
 def _put(cell, first, x, a, b, c, d):
-    """Return x [ROWS, 16] with four columns replaced: the inverse of `_four`."""
+    """Return x [1, 16] with four columns replaced: the inverse of `_four`."""
     x = tl.where(cell == first, a[:, None], x)
     x = tl.where(cell == first + 1, b[:, None], x)
     x = tl.where(cell == first + 2, c[:, None], x)
@@ -139,11 +141,9 @@ def _put(cell, first, x, a, b, c, d):
 @triton.jit
 def _finish(
     PARTIAL, SCALE, BASE, PRE, POST, COMB, norm_eps, eps, count, K: tl.constexpr, OUT: tl.constexpr,
-    GROUPS: tl.constexpr, HALVINGS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, HALVINGS: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    where = (row < count)[:, None]
+    row = tl.program_id(0) + tl.arange(0, 1)
     column = tl.arange(0, _COLUMNS)[None, :]
     kind = tl.where(column < 4, 0, tl.where(column < 8, 1, 2))
     scale = tl.load(SCALE + kind)
@@ -152,16 +152,18 @@ def _finish(
     # Steps of a group lie behind one another, or are summed already; the same order of additions either way.
     group = tl.arange(0, GROUPS)[:, None, None]
     place = (group * (PARTS * count) + row[None, :, None]) * _COLUMNS + column[None, :, :]
-    inside = where[None, :, :]
-    total = tl.load(PARTIAL + place, mask=inside, other=0.0)
+    parts = ()
+    for step in tl.static_range(PARTS):
+        parts += (tl.load(PARTIAL + step * count * _COLUMNS + place),)
+    total = parts[0]
     for step in tl.static_range(1, PARTS):
-        total += tl.load(PARTIAL + step * count * _COLUMNS + place, mask=inside, other=0.0)
-    value = _added(total, ROWS, HALVINGS)
+        total += parts[step]
+    value = _added(total, HALVINGS)
     squares = tl.sum(tl.where(column == OUT, value, 0.0), axis=1)
     value = value * tl.rsqrt(squares / K + norm_eps)[:, None] * scale + base
     gate = tl.sigmoid(value)
-    tl.store(PRE + row[:, None] * 4 + column, gate + eps, mask=where & (column < 4))
-    tl.store(POST + row[:, None] * 4 + column - 4, 2.0 * gate, mask=where & (column >= 4) & (column < 8))
+    tl.store(PRE + row[:, None] * 4 + column, gate + eps, mask=column < 4)
+    tl.store(POST + row[:, None] * 4 + column - 4, 2.0 * gate, mask=(column >= 4) & (column < 8))
     # The sixteen numbers of a row are in one thread from here: sums across threads are what rounds would wait for.
     a0, a1, a2, a3 = _four(value, column, 8)
     b0, b1, b2, b3 = _four(value, column, 12)
@@ -182,12 +184,12 @@ def _finish(
         a2, b2, c2, d2 = _normalised(a2, b2, c2, d2, eps, PTX)
         a3, b3, c3, d3 = _normalised(a3, b3, c3, d3, eps, PTX)
     cell = tl.arange(0, 16)[None, :]
-    comb = tl.zeros((ROWS, 16), tl.float32)
+    comb = tl.zeros((1, 16), tl.float32)
     comb = _put(cell, 0, comb, a0, a1, a2, a3)
     comb = _put(cell, 4, comb, b0, b1, b2, b3)
     comb = _put(cell, 8, comb, c0, c1, c2, c3)
     comb = _put(cell, 12, comb, d0, d1, d2, d3)
-    tl.store(COMB + row[:, None] * 16 + cell, comb, mask=where)
+    tl.store(COMB + row[:, None] * 16 + cell, comb)
 
 
 def stream_coefficients(
@@ -211,11 +213,11 @@ def stream_coefficients(
     comb = torch.empty(rows, hc, hc, dtype=torch.float32, device=device)
     _partial[(triton.cdiv(rows, shape.tile), len(partial))](
         streams, fn, partial, rows, K=inner, OUT=fn.shape[1], EACH=shape.each, TILE=shape.tile, STEP=step,
-        HALVINGS=step.bit_length() - 1, STAGES=shape.stages, PDL=shape.pdl, num_warps=shape.warps, **options(shape.pdl),
+        HALVINGS=step.bit_length() - 1, STAGES=shape.stages, PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip
-    _finish[(triton.cdiv(rows, shape.rows),)](
+    _finish[(rows,)](
         partial, scale, base, pre, post, comb, norm_eps, eps, rows, K=inner, OUT=fn.shape[1], GROUPS=groups,
-        HALVINGS=groups.bit_length() - 1, PARTS=steps // shape.each, ROWS=shape.rows, PTX=chip.speaks_ptx(), PDL=shape.pdl, num_warps=1,
-        **options(shape.pdl),
+        HALVINGS=groups.bit_length() - 1, PARTS=steps // shape.each, PTX=chip.speaks_ptx(), PDL=shape.pdl,
+        num_warps=shape.finish_warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip
     return pre, post, comb

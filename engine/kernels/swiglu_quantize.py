@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for rows of a width."""
-    return Shape(min(1024, triton.next_power_of_2(width)), 4, pdl=False)
+    return Shape(min(512, triton.next_power_of_2(width)), 4, pdl=overlaps())
 
 
 @triton.jit

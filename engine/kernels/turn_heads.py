@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import rotated
-from engine.kernels.overlap import after_kernels_before, options
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
@@ -22,8 +22,7 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int, heads: int) -> Shape:
     """Return the shape for rows of so many heads."""
-    few = 8 if rows <= 64 else 64
-    return Shape(min(few, triton.next_power_of_2(heads)), 4, pdl=False)
+    return Shape(min(8, triton.next_power_of_2(heads)), 4 if rows <= 64 else 1, pdl=overlaps())
 
 
 @triton.jit

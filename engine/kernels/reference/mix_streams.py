@@ -13,9 +13,15 @@ def mix_streams(
     pre: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
+    pairs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return new streams, the next sublayer's normalised input, its codes and scales; see the kernel for shapes."""
     num_streams = streams.shape[1]
+    if pairs is not None:
+        total = y.float()
+        for k in range(len(pairs) // len(y)):
+            total = total + pairs.unflatten(0, (len(y), -1))[:, k].float()
+        y = total.bfloat16()
     mixed = post[:, :, None] * y.float()[:, None]
     for j in range(num_streams):
         mixed = mixed + comb[:, j, :, None] * streams.float()[:, j, None]

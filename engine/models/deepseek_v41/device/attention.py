@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.deepseek_v41.config import V41Config
+from engine.models.deepseek_v41.device.beside import Beside
 from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.device.parts import AttentionParts, bits_of
@@ -58,7 +59,9 @@ def splits_of(rows: int, keys: int, *, fixed: bool) -> int:
 class DeviceAttention:
     """One attention sublayer."""
 
-    def __init__(self, parts: AttentionParts, plan: LayerPlan, config: V41Config) -> None:
+    def __init__(self, parts: AttentionParts, plan: LayerPlan, config: V41Config, beside: Beside) -> None:
+        """`beside` may make entries, keys and index queries, which selections wait for."""
+        self._beside = beside
         self._parts = parts
         self._plan = plan
         self._heads = config.num_heads
@@ -73,51 +76,72 @@ class DeviceAttention:
         if pooling is None:
             return
         m, held = self._plan.m, run.memory.owners[self._plan.index]
-        fresh = ops.plain_linear(inputs.values, pooling.weight, fixed=run.fixed)
         ring = run.memory.pending.get(self._plan.index)
+        # Made before work beside begins: others read it, too.
         rows = step.entries(m, held.each * m, 0 if ring is None else ring.shape[1])
-        pending = fresh[:, None]
-        if ring is not None:
-            # Behind the step's own rows, those of the token before each sequence's first one.
-            sequences = step.sequences
-            old = ring[sequences.rows, sequences.before(ring.shape[1])]
-            positions = step.tokens.positions
-            ops.commit_ring(fresh.view(torch.uint8), rows.number, rows.record, positions, ring.view(torch.uint8))
-            pending = torch.cat((fresh, old)).unflatten(1, (2, -1))
         turn = step.turn(self._plan.rope, m)
-        ops.store_entries(
-            pending, rows.index, pooling.norm, pooling.wk, pooling.key_norm, turn.cos, turn.sin, rows.page, rows.at,
-            held.entries, held.key_codes, held.key_scales, self._eps,
-        )  # fmt: skip
+        before = None if ring is None else (step.sequences.rows, step.sequences.before(ring.shape[1]))
+        with self._beside.work(len(inputs.values)):
+            fresh = ops.plain_linear(inputs.values, pooling.weight, fixed=run.fixed)
+            pending = fresh[:, None]
+            if ring is not None:
+                # Behind the step's own rows, those of the token before each sequence's first one.
+                old, positions = ring[before], step.tokens.positions
+                ops.commit_ring(fresh.view(torch.uint8), rows.number, rows.record, positions, ring.view(torch.uint8))
+                pending = torch.cat((fresh, old)).unflatten(1, (2, -1))
+            ops.store_entries(
+                pending, rows.index, pooling.norm, pooling.wk, pooling.key_norm, turn.cos, turn.sin, rows.page, rows.at,
+                held.entries, held.key_codes, held.key_scales, self._eps,
+            )  # fmt: skip
 
     def forward(self, inputs: Inputs, run: StepRun) -> torch.Tensor:
         """Return the sublayer's output bfloat16 [t, d]; stores the window rows of its tokens."""
-        parts, ops, plan = self._parts, run.ops, self._plan
+        ops, plan = run.ops, self._plan
         turn = run.step.turn(plan.rope)
-        queries, latents, asked = self.projected(inputs, turn, ops, fixed=run.fixed)
+        both, asked = self._latents(inputs, ops, fixed=run.fixed)
+        heads, weights = self._ask(inputs, asked, turn, run)
+        queries = self._queries(asked, turn, ops, fixed=run.fixed)
         windows, ring = run.windows, run.memory.windows[plan.index]
         rows = windows.rows(ring)
-        self.store(latents, turn, (windows.store, windows.at(rows)), rows, ops)
+        self.store(both[:, self._latent :], turn, (windows.store, windows.at(rows)), rows, ops)
         windows.commit(ring, rows)
-        if parts.asking is not None:
-            heads = ops.dense_linear(*asked, *bits_of(parts.asking.queries), fixed=run.fixed)
-            heads = ops.index_queries(heads.unflatten(1, (self._index_heads, -1)), turn.cos, turn.sin)
-            weights = ops.plain_linear(inputs.values, parts.asking.weights, fixed=run.fixed)
+        if heads is not None and weights is not None:
             assert plan.kv_source is not None
+            self._beside.join()
             run.selections.select(plan, heads, weights, run.memory.owners[plan.kv_source])
         attended = self._attend(queries, rows, windows.record, run)
         return self.project(attended.flatten(1), run.ops, fixed=run.fixed)
 
-    def projected(
-        self, inputs: Inputs, turn: Turn, ops: Ops, *, fixed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Return rotated queries bfloat16 [t, H, D], window latents [t, D], and the query latents' codes and scales."""
+    def projected(self, inputs: Inputs, turn: Turn, ops: Ops, *, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rotated queries bfloat16 [t, H, D] and window latents [t, D]."""
+        both, asked = self._latents(inputs, ops, fixed=fixed)
+        return self._queries(asked, turn, ops, fixed=fixed), both[:, self._latent :]
+
+    def _latents(
+        self, inputs: Inputs, ops: Ops, *, fixed: bool
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return latents of queries and windows bfloat16 [t, q_lora + D], and the queries' codes and scales."""
         parts = self._parts
         both = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.wqkv), fixed=fixed)
-        _, *asked = ops.rms_quantize(both[:, : self._latent], parts.q_norm, self._eps)
-        queries = ops.dense_linear(*asked, *bits_of(parts.wq_b), fixed=fixed).unflatten(1, (self._heads, -1))
+        _, codes, scales = ops.rms_quantize(both[:, : self._latent], parts.q_norm, self._eps)
+        return both, (codes, scales)
+
+    def _queries(self, asked: tuple[torch.Tensor, torch.Tensor], turn: Turn, ops: Ops, *, fixed: bool) -> torch.Tensor:
+        queries = ops.dense_linear(*asked, *bits_of(self._parts.wq_b), fixed=fixed).unflatten(1, (self._heads, -1))
         ops.turn_heads(queries, turn.cos, turn.sin)
-        return queries, both[:, self._latent :], (asked[0], asked[1])
+        return queries
+
+    def _ask(
+        self, inputs: Inputs, asked: tuple[torch.Tensor, torch.Tensor], turn: Turn, run: StepRun
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Return index queries bfloat16 [t, h, w] and their weights float32 [t, h], of a layer that selects."""
+        asking, ops = self._parts.asking, run.ops
+        if asking is None:
+            return None, None
+        with self._beside.work(len(inputs.values)):
+            heads = ops.dense_linear(*asked, *bits_of(asking.queries), fixed=run.fixed)
+            heads = ops.index_queries(heads.unflatten(1, (self._index_heads, -1)), turn.cos, turn.sin)
+            return heads, ops.plain_linear(inputs.values, asking.weights, fixed=run.fixed)
 
     def store(
         self, latents: torch.Tensor, turn: Turn, places: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, ops: Ops

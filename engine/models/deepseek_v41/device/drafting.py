@@ -61,7 +61,9 @@ class DeviceDrafter:
         self._rings = [memory.windows[plan.index] for plan in config.stages]
         self._nowhere = next(iter(memory.owners.values())).entries
         self._turns = Turns(config, self._device)
-        self._stages = layers_of(parts.stages, config.stages, config, config.dspark.top_k, parts.norm)
+        self._stages = layers_of(
+            parts.stages, config.stages, config, config.dspark.top_k, parts.norm, beside=model.beside
+        )
         self._fixed = False
 
     def observe(self, batch: ForwardBatch, captures: Captures, committed: I32) -> None:
@@ -141,7 +143,7 @@ class DeviceDrafter:
     def _stage(self, stage: DeviceLayer, ring: torch.Tensor, flow: Flow, block: _Block) -> Flow:
         ops, attention, turn = self._ops, stage.attention, block.turn
         mixed = stage.mixed(flow, ops)
-        queries, latents, _ = attention.projected(flow.inputs, turn, ops, fixed=self._fixed)
+        queries, latents = attention.projected(flow.inputs, turn, ops, fixed=self._fixed)
         capacity = self._config.window + self.num_drafts
         record, old = block.old
         scratch = torch.zeros(len(old), capacity, ring.shape[2], dtype=torch.uint8, device=ring.device)

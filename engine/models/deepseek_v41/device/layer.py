@@ -13,6 +13,7 @@ import torch
 
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.attention import DeviceAttention, Inputs, StepRun
+from engine.models.deepseek_v41.device.beside import Beside
 from engine.models.deepseek_v41.device.ops import Ops
 from engine.models.deepseek_v41.device.parts import LayerParts, Mix, MoeParts, bits_of
 from engine.models.deepseek_v41.layer_map import LayerPlan
@@ -44,11 +45,19 @@ class DeviceLayer:
     """A backbone layer or a draft stage."""
 
     def __init__(
-        self, parts: LayerParts, plan: LayerPlan, config: V41Config, top_k: int, next_norm: torch.Tensor
+        self,
+        parts: LayerParts,
+        plan: LayerPlan,
+        config: V41Config,
+        top_k: int,
+        next_norm: torch.Tensor,
+        *,
+        beside: Beside,
     ) -> None:
         """`next_norm` float32 [d]: of the next layer's attention, or the model's last."""
         self.plan = plan
-        self.attention = DeviceAttention(parts.attn, plan, config)
+        self.attention = DeviceAttention(parts.attn, plan, config, beside)
+        self._beside = beside
         self._parts = parts
         self._next_norm = next_norm
         self._eps, self._mix_eps = config.norm_eps, config.mhc.eps
@@ -66,13 +75,14 @@ class DeviceLayer:
 
     def forward(self, flow: Flow, run: StepRun) -> Flow:
         """Return the flow behind the layer."""
-        mixed = self._mix(flow.streams, self._parts.mix_attn, run.ops)
+        mixed = self.mixed(flow, run.ops)
         attended = self.attention.forward(flow.inputs, run)
         return self.finish(flow, mixed, attended, run.step.tokens.kinds, run.ops, fixed=run.fixed)
 
     def mixed(self, flow: Flow, ops: Ops) -> Mixed:
-        """Return the coefficients of the attention sublayer."""
-        return self._mix(flow.streams, self._parts.mix_attn, ops)
+        """Return the coefficients of the attention sublayer; `finish` waits for them."""
+        with self._beside.work(len(flow.streams)):
+            return self._mix(flow.streams, self._parts.mix_attn, ops)
 
     def finish(
         self, flow: Flow, mixed: Mixed, attended: torch.Tensor, kinds: torch.Tensor, ops: Ops, *, fixed: bool
@@ -82,12 +92,19 @@ class DeviceLayer:
         `kinds` int32 [t] as in `TokenRows`.
         """
         parts = self._parts
+        self._beside.join()
         streams, *inputs = ops.mix_streams(
             attended, flow.streams, mixed.post, mixed.comb, mixed.pre, parts.ffn_norm, self._eps
         )
-        then = self._mix(streams, parts.mix_ffn, ops)
-        made = self._moe.forward(Inputs(*inputs), kinds, ops, fixed=fixed)
-        streams, *inputs = ops.mix_streams(made, streams, then.post, then.comb, then.pre, self._next_norm, self._eps)
+        given = Inputs(*inputs)
+        with self._beside.work(len(streams)):
+            then = self._mix(streams, parts.mix_ffn, ops)
+            shared = self._moe.shared(given, ops, fixed=fixed)
+        made = self._moe.routed(given, kinds, ops, fixed=fixed)
+        self._beside.join()
+        streams, *inputs = ops.mix_streams(
+            shared, streams, then.post, then.comb, then.pre, self._next_norm, self._eps, made
+        )
         return Flow(streams, then.pre, Inputs(*inputs))
 
     def _mix(self, streams: torch.Tensor, mix: Mix, ops: Ops) -> Mixed:
@@ -103,8 +120,8 @@ class DeviceMoe:
         self._top_k = top_k
         self._eps = config.moe.weight_eps
 
-    def forward(self, inputs: Inputs, kinds: torch.Tensor, ops: Ops, *, fixed: bool) -> torch.Tensor:
-        """Map rows to bfloat16 [t, d]; `kinds` int32 [t] as in `TokenRows`."""
+    def routed(self, inputs: Inputs, kinds: torch.Tensor, ops: Ops, *, fixed: bool) -> torch.Tensor:
+        """Return what every row's experts make of it, bfloat16 [t k, d]; `kinds` int32 [t] as in `TokenRows`."""
         parts, config = self._parts, self._config
         logits = ops.plain_linear(inputs.values, parts.gate, fixed=fixed)
         experts, weights = ops.choose_routes(
@@ -112,19 +129,30 @@ class DeviceMoe:
         )
         order, offsets = ops.sort_routes(experts, len(parts.gate))
         inner = ops.experts_up(inputs.codes, inputs.scales, order, offsets, parts.w13, weights, config.swiglu_limit)
-        made = ops.experts_down(*inner, order, offsets, parts.w2)
-        shared = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.shared_w13), fixed=fixed)
-        shared = ops.swiglu_quantize(shared, config.swiglu_limit)
-        return ops.combine_experts(made, ops.dense_linear(*shared, *bits_of(parts.shared_w2), fixed=fixed))
+        return ops.experts_down(*inner, order, offsets, parts.w2)
+
+    def shared(self, inputs: Inputs, ops: Ops, *, fixed: bool) -> torch.Tensor:
+        """Return what the shared expert makes of rows, bfloat16 [t, d]."""
+        parts = self._parts
+        inner = ops.dense_linear(inputs.codes, inputs.scales, *bits_of(parts.shared_w13), fixed=fixed)
+        inner = ops.swiglu_quantize(inner, self._config.swiglu_limit)
+        return ops.dense_linear(*inner, *bits_of(parts.shared_w2), fixed=fixed)
 
 
 def layers_of(
-    parts: tuple[LayerParts, ...], plans: tuple[LayerPlan, ...], config: V41Config, top_k: int, last_norm: torch.Tensor
+    parts: tuple[LayerParts, ...],
+    plans: tuple[LayerPlan, ...],
+    config: V41Config,
+    top_k: int,
+    last_norm: torch.Tensor,
+    *,
+    beside: Beside,
 ) -> tuple[DeviceLayer, ...]:
     """Return a run of layers; `last_norm` float32 [d] is of what comes behind."""
     norms = [*(layer.attn_norm for layer in parts[1:]), last_norm]
     return tuple(
-        DeviceLayer(one, plan, config, top_k, norm) for one, plan, norm in zip(parts, plans, norms, strict=True)
+        DeviceLayer(one, plan, config, top_k, norm, beside=beside)
+        for one, plan, norm in zip(parts, plans, norms, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ from engine.batch import ForwardBatch
 from engine.kernels.ops import PROVIDERS, Provider
 from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.attention import StepRun
+from engine.models.deepseek_v41.device.beside import Beside
 from engine.models.deepseek_v41.device.layer import Flow, embedded, first_flow, layers_of
 from engine.models.deepseek_v41.device.memory import DeviceMemory
 from engine.models.deepseek_v41.device.ops import Ops, check_supported, ops_of
@@ -46,7 +47,8 @@ class DeviceDeepseekModel(PackedModel):
         self.parts = parts
         self._providers = providers
         self._turns = Turns(config, self.device)
-        self.layers = layers_of(parts.layers, config.layers, config, config.moe.top_k, parts.norm)
+        self.beside = Beside(self.device)
+        self.layers = layers_of(parts.layers, config.layers, config, config.moe.top_k, parts.norm, beside=self.beside)
         self._ops: dict[int, Ops] = {}
 
     def ops(self, page_tokens: int) -> Ops:
@@ -89,6 +91,8 @@ class DeviceDeepseekModel(PackedModel):
             if layer.plan.index == self.config.decoder_start:
                 kept = step.enter_decoder()
                 if kept is not None:
+                    # Entries are made of rows that `flow` lets go of.
+                    self.beside.join()
                     if not len(kept):
                         return self._nothing()
                     flow = flow.take(kept)

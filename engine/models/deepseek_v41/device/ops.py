@@ -48,7 +48,6 @@ class Ops:
     experts_up: Op
     experts_down: Op
     swiglu_quantize: Op
-    combine_experts: Op
     engram_lookup: Op
     engram_gate: Op
     captured: bool
