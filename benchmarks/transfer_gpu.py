@@ -3,7 +3,7 @@
     python -m benchmarks.transfer_gpu [--pages 1024] [--repeats 7] [--transports cuda-ipc@0 cuda-ipc nixl] [--out DIRECTORY]
 
 A child process serves; this one reads random pages to random places and compares every byte. `cuda-ipc@N` sets
-`transfer.gather_blocks` (0: copy engines alone); the pages that shm serves lie in host memory, as they must. What could not
+`transfer.gather_blocks` (0: copy engines, in batches; `cuda-ipc@each`: one call a page); the pages that shm serves lie in host memory, as they must. What could not
 run is named in the record with the reason. Sizes are bytes, times seconds; a copy of n bytes counts n, not read plus written.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -69,6 +69,21 @@ class GpuMemory:
         return MemoryRegion(id=0, address=address, nbytes=nbytes, writable=True, device=device)
 
 
+class OneByOne:
+    """A device whose pages are copied by one call each: what the others are compared with."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cuda, name)
+
+    def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64, blocks: int = 0) -> None:
+        """Copy in order, one by one."""
+        del blocks
+        self._cuda.copy(device, zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
+
+
 class Open:
     """Every read is allowed."""
 
@@ -85,12 +100,14 @@ def pattern(pages: int, page_bytes: int) -> U8:
 def open_transport(
     name: str, memory: Memory, region: MemoryRegion, directory: str, on_event: Callable[[], None], *, serves: bool
 ) -> Transport:
-    """Open a transport, with so many blocks if its name says so, over one region."""
-    name, _, blocks = name.partition("@")
-    config = TransferConfig(segment_directory=directory, landing="direct")
-    if blocks:
-        config = msgspec.structs.replace(config, gather_blocks=int(blocks))
-    settings = TransportSettings(fresh_incarnation(), config, cuda=memory.cuda)
+    """Open a transport, copying as its name says, over one region."""
+    name, _, how = name.partition("@")
+    config, cuda = TransferConfig(segment_directory=directory, landing="direct"), memory.cuda
+    if how == "each":
+        cuda = OneByOne(cuda)
+    elif how:
+        config = msgspec.structs.replace(config, gather_blocks=int(how))
+    settings = TransportSettings(fresh_incarnation(), config, cuda=cast(Cuda, cuda))
     return TransportFactory(settings, [region], SystemClock()).open(name, Open() if serves else None, on_event)
 
 

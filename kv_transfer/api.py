@@ -38,6 +38,8 @@ class Capabilities:
     """False if a reader's death can take the source down."""
     cancel_is_fence: bool
     """True if `SupportsCancel.cancel` bounds the time until `quiesced` by one step or frame."""
+    op_scale: int = 1
+    """So many times `transfer.max_bytes_per_op` make one read, where that many bytes move in the time that a read costs."""
     landing: str
     """``direct`` (into pages), ``staged`` (through a private ring) or ``auto`` (by the way to the peer)."""
 

@@ -96,7 +96,7 @@ class Reader:
         the group.
         """
         caps = self.transport.capabilities
-        largest = min(caps.max_bytes_per_op, self._config.max_bytes_per_op)
+        largest = min(caps.max_bytes_per_op, self._config.max_bytes_per_op * caps.op_scale)
         for whole in records:
             for part in split(whole, caps.max_records_per_op, largest):
                 await self._post_one(peer, part, group)

@@ -23,8 +23,6 @@ _NON_BLOCKING = 1
 _SOURCE_IN_STREAM_ORDER = 1
 _FOR_EVERY_CONTEXT = 1
 _FEWEST_IN_BATCH = 4
-_LARGE = 2 << 20
-"""Pieces of this mean size keep a copy engine as busy as a kernel could, and cost no multiprocessor."""
 logger = logging.getLogger(__name__)
 
 
@@ -187,9 +185,8 @@ class CudaDriver:
             logger.warning("page-locked memory was not given back: %s", error.message)
 
     def copy_apart(self, device: int, targets: I64, sources: I64, nbytes: I64, blocks: int = 0) -> None:
-        batch, small = self._batch, 0 < int(nbytes.sum()) < _LARGE * len(nbytes)
-        few = len(nbytes) < _FEWEST_IN_BATCH
-        by_kernel = blocks and small and not few and suits(targets, sources, nbytes)
+        batch, few = self._batch, len(nbytes) < _FEWEST_IN_BATCH
+        by_kernel = blocks and not few and suits(targets, sources, nbytes)
         if by_kernel and self._gathered(device, (targets, sources, nbytes), blocks):
             return
         if batch is None or few:

@@ -124,3 +124,18 @@ async def test_a_transport_that_cannot_serve_a_device_is_refused_by_name(tmp_pat
     with pytest.raises(ConfigError, match="not in shared memory"):
         async with open_pair("shm", str(tmp_path), source_cuda=cuda, target_cuda=cuda):
             pass
+
+
+async def test_a_read_from_device_to_device_holds_several_times_the_bytes(tmp_path):
+    cuda = FakeCuda(str(tmp_path))
+    reads = {}
+    for transport in ("cuda-ipc", "tcp"):
+        config = quick(max_bytes_per_op=4096, max_run_bytes=4096)
+        async with open_pair(
+            transport, str(tmp_path), config=config, source_cuda=cuda, target_cuda=cuda, chunk_tokens=400
+        ) as pair:
+            request = make_request(400)
+            await pair.pull(request)
+            pair.host.assert_landed(1, request, row=1)
+            reads[transport] = pair.destination.statistics()[f"reads_{transport}"]
+    assert 0 < 2 * reads["cuda-ipc"] <= reads["tcp"]
