@@ -14,7 +14,7 @@ from benchmarks.record import write_record
 
 LARGE = "llama-8b-random"
 START_S = 170.0
-LARGE_PAGES = {1: 768, 2: 2048}
+LARGE_PAGES = {1: 768, 2: 1536}
 """By GPUs: all clusters are there at once."""
 LARGE_SETS = (
     "engine.page_tokens=64",
