@@ -30,7 +30,11 @@ def _token_borders(g: torch.Generator, size: dict[str, int]) -> Inputs:
     r, vocab, device = size["r"], size["v"], g.device
     logits = torch.randn(r, vocab, generator=g, device=device)
     # Peaked as a trained model's: few ids have the mass. Flat: all have some.
-    logits = logits * 0.5 if size.get("flat") else logits * 2 + 12 * torch.rand_like(logits).pow(64)
+    logits = (
+        logits * 0.5
+        if size.get("flat")
+        else logits * 2 + 24 * torch.rand(logits.shape, generator=g, device=device).pow(512)
+    )
     if size.get("ties"):
         logits = logits.bfloat16().float()
     if size.get("holes"):
@@ -97,6 +101,7 @@ CASES_SAMPLING = (
             {"r": 256, "v": 128256},
             {"r": 256, "v": 128256, "flat": 1},
             {"r": 256, "v": 128256, "ties": 1},
+            {"r": 256, "v": 128256, "ties": 1, "flat": 1},
             {"r": 8, "v": 129280},
             {"r": 8, "v": 129280, "flat": 1},
             {"r": 256, "v": 128256, "kind": 0},

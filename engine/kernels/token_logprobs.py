@@ -22,14 +22,14 @@ def shape_of(vocab: int, count: int) -> Shape:
 
 
 @triton.jit
-def _packed(key, token):
-    """Return int64 of one total order: key ascending, token descending."""
-    return ((key.to(tl.int64) - 0x80000000) << 32) | (token ^ LOW_BITS).to(tl.int64)
+def _packed(raw, token):
+    """Return int64 of one total order: logit ascending, token descending."""
+    return ((key_of(raw).to(tl.int64) - 0x80000000) << 32) | (token ^ LOW_BITS).to(tl.int64)
 
 
 @triton.jit
 def _finish(
-    LOGITS, AT, TOKENS, TOP, COUNT, KEYS, IDS, MASS, OUT, BEST, vocab, row_stride, parts, best,
+    LOGITS, AT, TOKENS, TOP, COUNT, VALUES, IDS, MASS, OUT, BEST, vocab, row_stride, parts, best,
     ROOM: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -42,9 +42,9 @@ def _finish(
     gathered = tl.load(COUNT + row)
     whole = (gathered < best) | (gathered > ROOM)
     place = tl.arange(0, ROOM)
-    key = tl.load(KEYS + row * ROOM + place, mask=place < gathered, other=0)
+    raw = tl.load(VALUES + row * ROOM + place, mask=place < gathered, other=float("-inf"))
     token = tl.load(IDS + row * ROOM + place, mask=place < gathered, other=0)
-    rest = tl.where((place < gathered) & (whole == 0), _packed(key, token), EMPTY)
+    rest = tl.where((place < gathered) & (whole == 0), _packed(raw, token), EMPTY)
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(best):
         most = tl.max(rest, axis=0)
@@ -53,8 +53,8 @@ def _finish(
             next_ones = tl.full((TILE,), EMPTY, tl.int64)
             for begin in range(0, vocab, TILE):
                 at = begin + tl.arange(0, TILE)
-                raw = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
-                packed = _packed(key_of(raw), at)
+                ahead = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+                packed = _packed(ahead, at)
                 next_ones = tl.maximum(next_ones, tl.where((packed < last) & (at < vocab), packed, EMPTY))
             most = tl.max(next_ones, axis=0)
         last = most
@@ -81,7 +81,7 @@ def token_logprobs(
         found = gather_best(logits, at, None, shape)
         parts = triton.cdiv(vocab, shape.part)
         _finish[(rows,)](
-            logits, at, tokens, found.top, found.count, found.keys, found.ids, found.mass, out, best,
+            logits, at, tokens, found.top, found.count, found.values, found.ids, found.mass, out, best,
             vocab, logits.stride(0), parts, count,
             ROOM=shape.room, PARTS=triton.next_power_of_2(parts), TILE=1024, num_warps=4,
         )  # fmt: skip
