@@ -13,28 +13,44 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import UNPLANED, arranged_planes, e4m3_value, plane_scale, power
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import Shards
 
 
 @triton.jit
-def _planes(X, S, OUT, K: tl.constexpr, BLOCK: tl.constexpr):
+def _planes(
+    X, S, OUT, CLEARED, K: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < K
-    source = at // 128 * 128 + at % 16 * 8 + at % 128 // 16
+    source = at // 128 * 128 + at % 8 // 2 * 32 + at % 16 // 8 * 16 + at % 2 * 8 + at % 128 // 16
     values = e4m3_value(tl.load(X + row * K + source, mask=inside, other=0))
     scales = tl.load(S + row * (K // 32) + source // 32, mask=inside, other=127)
     values = values * power(scales.to(tl.int32)) * UNPLANED
     tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
+    if CLEAR:
+        at = tl.arange(0, WIDE)
+        tl.store(CLEARED + row * WIDTH + at, tl.zeros((WIDE,), tl.bfloat16), mask=at < WIDTH)
 
 
-def planes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [t, K / 128, 8, 16]: 2^60 times the values of e4m3 codes [t, K], element k at
-    [k / 128, k % 8, k % 128 / 8]. Exact; K is a multiple of 128.
+def planes(codes: torch.Tensor, scales: torch.Tensor, cleared: torch.Tensor | None, *, pdl: bool) -> torch.Tensor:
+    """Return bfloat16 [t, K / 128, 8, 2, 4, 2]: 2^60 times the values of e4m3 codes [t, K], exactly.
+
+    Element k is at [k / 128, k % 8, k / 16 % 2, k / 32 % 4, k / 8 % 2], as `product` has weights; 128 divides K.
+    `cleared` bfloat16 [t, n], if there is one, becomes zero, which saves a launch.
     """
     rows, width = codes.shape
-    out = torch.empty(rows, width // 128, 8, 16, dtype=torch.bfloat16, device=codes.device)
-    _planes[(rows,)](codes, scales, out, K=width, BLOCK=triton.next_power_of_2(width), num_warps=8)
+    out = torch.empty(rows, width // 128, 8, 2, 4, 2, dtype=torch.bfloat16, device=codes.device)
+    wide = width if cleared is None else cleared.shape[1]
+    if rows:
+        _planes[(rows,)](
+            codes, scales, out, out if cleared is None else cleared, K=width, BLOCK=triton.next_power_of_2(width),
+            WIDTH=wide, WIDE=triton.next_power_of_2(wide), CLEAR=cleared is not None, PDL=pdl, num_warps=8,
+            **options(pdl),
+        )  # fmt: skip
     return out
 
 
@@ -74,17 +90,24 @@ def places_of(weights: Shards) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit
+def _plane(x, ROWS: tl.constexpr):
+    """Return a plane [ROWS, 2, 4, 2] of [ROWS, 4 groups, 4 words]: so a thread's words share one group's scale."""
+    return tl.permute(tl.reshape(x, (ROWS, 4, 2, 2)), (0, 2, 1, 3))
+
+
+@triton.jit
 def _four(a, b, c, d, ROWS: tl.constexpr):
     """Return [ROWS, 64] of four planes [ROWS, 4, 4], one after the other: no value leaves its thread."""
-    return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 4, 1, 2)), (ROWS, 64))
+    both = tl.join(tl.join(_plane(a, ROWS), _plane(c, ROWS)), tl.join(_plane(b, ROWS), _plane(d, ROWS)))
+    return tl.reshape(tl.permute(both, (0, 4, 5, 1, 2, 3)), (ROWS, 64))
 
 
 @triton.jit
 def _eight(p, ROWS: tl.constexpr):
     """Return [ROWS, 128] of eight planes, as `_four`."""
-    even = tl.join(tl.join(p[0], p[4]), tl.join(p[2], p[6]))
-    odd = tl.join(tl.join(p[1], p[5]), tl.join(p[3], p[7]))
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 3, 4, 5, 1, 2)), (ROWS, 128))
+    even = tl.join(tl.join(_plane(p[0], ROWS), _plane(p[4], ROWS)), tl.join(_plane(p[2], ROWS), _plane(p[6], ROWS)))
+    odd = tl.join(tl.join(_plane(p[1], ROWS), _plane(p[5], ROWS)), tl.join(_plane(p[3], ROWS), _plane(p[7], ROWS)))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 4, 5, 6, 1, 2, 3)), (ROWS, 128))
 
 
 @triton.jit
@@ -119,7 +142,7 @@ def product(
         else:
             for n in tl.static_range(8):
                 x = tl.load(at + n * 16, mask=exists[None, :], other=0.0)
-                total = tl.dot(tl.reshape(weights[n], (ROWS, 16)), x, total)
+                total = tl.dot(tl.reshape(_plane(weights[n], ROWS), (ROWS, 16)), x, total)
     return total
 
 
@@ -140,18 +163,28 @@ class Shape(NamedTuple):
     """Steps of 128 columns in one pass of the loop."""
     registers: int | None
     """The most a thread may have."""
+    pdl: bool
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options."""
+        registers = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **registers, **options(self.pdl)}
 
 
-def shape_for(pairs: int, experts: int, *, high: bool) -> Shape:
-    """Return how `pairs` pairs are cut; `high`: whether 256 rows of weights may be one program's.
+def shape_for(pairs: int, experts: int) -> Shape:
+    """Return how `pairs` pairs are cut.
 
-    Tiles are twice the mean number of pairs per expert wide, so that most experts need one. Where many pairs meet, rows
-    of activations are what moves most: twice as many rows of weights read them half as often.
+    Tiles are twice the mean number of pairs per expert wide, so that most experts need one, and half as wide where that
+    is enough, or an eighth behind full ones.
     """
     tile = max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
-    if tile >= 64 and high:
-        return Shape(rows=256, tile=tile, narrow=tile, warps=8, stages=3, parts=1, unroll=1, registers=None)
-    return Shape(rows=128, tile=tile, narrow=tile, warps=4, stages=3, parts=1, unroll=1, registers=None)
+    narrow = max(16, tile // 2) if pairs <= 64 * experts else 32
+    few = tile <= 32
+    return Shape(
+        rows=128, tile=tile, narrow=narrow, warps=4, stages=4 if few else 3, parts=2 if few else 1, unroll=1,
+        registers=None, pdl=overlaps(),
+    )  # fmt: skip
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
+from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
 
 
@@ -29,8 +30,9 @@ def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT, each,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    SHARDED: tl.constexpr, PTX: tl.constexpr,
+    SHARDED: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
         words, scales, held = shard_of(W, WS, expert, each, SHARDED)
@@ -42,9 +44,9 @@ def _experts_down(
             _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, PARTS, UNROLL, PTX)
 
 
-def shape_of(pairs: int, experts: int, width: int) -> Shape:
-    """Return how the product of `pairs` pairs is cut, `width` wide."""
-    return shape_for(pairs, experts, high=width % 256 == 0)
+def shape_of(pairs: int, experts: int) -> Shape:
+    """Return how the product of `pairs` pairs is cut."""
+    return shape_for(pairs, experts)
 
 
 def experts_down(
@@ -61,13 +63,12 @@ def experts_down(
     """
     experts, width, inner = w2.count, w2.codes[0].shape[1] * 64, codes.shape[1]
     pairs = len(order)
-    out = torch.zeros(pairs, width, dtype=torch.bfloat16, device=codes.device)
-    shape = shape_of(pairs, experts, width)
+    out = torch.empty(pairs, width, dtype=torch.bfloat16, device=codes.device)
+    shape = shape_of(pairs, experts)
     _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
-        planes(codes, scales), order, offsets, *places_of(w2), out, w2.each,
+        planes(codes, scales, out, pdl=shape.pdl), order, offsets, *places_of(w2), out, w2.each,
         K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
-        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll, SHARDED=len(w2.codes) > 1,
-        PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages,
-        **({} if shape.registers is None else {"maxnreg": shape.registers}),
+        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
+        SHARDED=len(w2.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import triton.language as tl
 from engine.kernels import chip
 from engine.kernels.device import q8_code
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
+from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
 
 
@@ -41,8 +42,9 @@ def _experts_up(
     X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit, each,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
     HALF: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    SHARDED: tl.constexpr, PTX: tl.constexpr,
+    SHARDED: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     expert, first, last = tile_of(OFFSETS, tl.program_id(1), E, EXPERTS, TILE)
     if expert < E:
         words, scales, held = shard_of(W, WS, expert, each, SHARDED)
@@ -57,9 +59,9 @@ def _experts_up(
                      K, INNER, TOP_K, HALF, TILE, PARTS, UNROLL, PTX)  # fmt: skip
 
 
-def shape_of(pairs: int, experts: int, inner: int) -> Shape:
-    """Return how the product of `pairs` pairs is cut, `inner` gates wide."""
-    return shape_for(pairs, experts, high=inner % 128 == 0)
+def shape_of(pairs: int, experts: int) -> Shape:
+    """Return how the product of `pairs` pairs is cut."""
+    return shape_for(pairs, experts)
 
 
 def experts_up(
@@ -82,14 +84,13 @@ def experts_up(
     pairs = len(order)
     made = torch.empty(pairs, inner, dtype=torch.uint8, device=codes.device)
     made_scales = torch.empty(pairs, inner // 32, dtype=torch.uint8, device=codes.device)
-    shape = shape_of(pairs, experts, inner)
+    shape = shape_of(pairs, experts)
     half = shape.rows // 2
     _experts_up[(inner // half, max_tiles(pairs, experts, shape.tile))](
-        planes(codes, scales), order, offsets, *places_of(w13), route_weights, made, made_scales, limit,
-        w13.each,
+        planes(codes, scales, None, pdl=shape.pdl), order, offsets, *places_of(w13), route_weights, made, made_scales,
+        limit, w13.each,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
-        HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll, SHARDED=len(w13.codes) > 1,
-        PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages,
-        **({} if shape.registers is None else {"maxnreg": shape.registers}),
+        HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
+        SHARDED=len(w13.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip
     return made, made_scales
