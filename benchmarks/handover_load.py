@@ -98,14 +98,15 @@ def _row(kind: Kind, answers: Sequence[Answer], seconds: float) -> dict[str, obj
         "requests": len(answers),
         "failed": len(answers) - len(whole),
         "errors": sorted({answer.error for answer in answers if answer.error})[:3],
-        "first_token_ms": _spread(firsts),
-        "gap_ms": _spread(gaps),
+        "first_token_ms": spread(firsts),
+        "gap_ms": spread(gaps),
         "limits_ms": {"first_token": kind.first_s * 1e3, "p99_gap_of_a_request": kind.gap_s * 1e3},
         "good_per_s": round(sum(is_good(kind, answer) for answer in answers) / seconds, 3),
     }
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return quantiles in milliseconds; nothing of nothing."""
     if not seconds:
         return {}
     return {
