@@ -28,7 +28,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Awaitable[object]], float]] = {
     "link": (handover_link.link, 150.0),
     "table": (handover_link.table, 60.0),
     "overlap": (handover_times.overlap, 190.0),
-    "timeline": (handover_times.timeline, 40.0),
+    "timeline": (handover_times.timeline, 50.0),
     "load": (handover_times.measure_load, 170.0),
     "tokens": (handover_right.tokens, 170.0),
     "kill": (handover_right.kill, 110.0),
