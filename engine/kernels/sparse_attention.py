@@ -14,6 +14,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED
+from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
 from engine.kernels.sparse_attention_keys import entry_keys, entry_words, window_keys
 from engine.kernels.sparse_attention_upright import upright
 
@@ -24,71 +25,47 @@ class Shape(NamedTuple):
     tile: int
     """Keys at a time."""
     warps: int
-    stages: int
-    """Of the loop over entries."""
-    near_stages: int
-    """Of the loop over window rows."""
     ahead: bool
-    """Entries of the next tile are held in registers, not fetched as the compiler has it."""
-    pairs: bool
-    """Tiles of entries are taken two at a time."""
-    hidden: int
-    """The product of scores is in a branch (1), in or before a loop of one turn (2, 3) or in the open (0)."""
-    near_hidden: int
-    half: bool
-    """Parts are bfloat16."""
+    """Entries of the next tile are held in registers, not only asked for."""
+    lazy: bool
+    """Weights are summed over threads once, not for each tile."""
     merge_heads: int
     merge_warps: int
+    pdl: bool
 
 
-def shape_of(rows: int, heads: int, splits: int, *, upright: bool, ptx: bool) -> Shape:
-    """Return the shape of a launch of `rows` rows in `splits` parts; a row's bits must not depend on `rows`."""
-    del rows, heads, splits
-    if upright or not ptx:
-        # Pipelined, triton 3.6 does not compile it for chips with tensor memory, and no version for AMD's.
-        return Shape(64, 8, 1, 1, True, False, 0, 0, False, 1, 4)
-    return Shape(64, 8, 2, 2, True, False, 1, 2, False, 1, 4)
+def shape_of(window: int, top: int, splits: int, *, upright: bool) -> Shape:
+    """Return the shape of a launch of `window` and `top` keys a row in `splits` parts: nothing of the batch, for a row's bits."""
+    tile = 64
+    if not upright and chip.speaks_ptx() and window % 128 == top % 128 == (window + top) // 128 % splits == 0:
+        tile = 128
+    return Shape(tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps())
 
 
 @triton.jit
-def _scores(queries, keys, once, HIDDEN: tl.constexpr):
-    """Return float32 [H, TILE] products.
+def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LOOPED: tl.constexpr, LAZY: tl.constexpr):
+    """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
 
     Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
     the same: so it is hidden from the second, in a branch that is always taken or a loop of one turn (`once` is 1).
     """
-    scores = tl.zeros((queries.shape[0], keys.shape[0]), tl.float32)
-    if HIDDEN == 2:
+    H: tl.constexpr = queries.shape[0]
+    TILE: tl.constexpr = keys.shape[0]
+    scores = tl.zeros((H, TILE), tl.float32)
+    if LOOPED:
         for _ in tl.range(0, once):
             scores = tl.dot(queries, tl.trans(keys), scores)
-    elif HIDDEN == 1:
-        if once > 0:
-            scores = tl.dot(queries, tl.trans(keys), scores)
-    else:
+    elif once > 0:
         scores = tl.dot(queries, tl.trans(keys), scores)
-    return scores
-
-
-@triton.jit
-def _behind(raw, valid, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
-    """Return scaled scores, where valid."""
-    if HIDDEN == 3:
-        scores = tl.zeros_like(raw)
-        for _ in tl.range(0, once):
-            scores = raw * (SCALE * UNPLANED)
-    else:
-        scores = raw * (SCALE * UNPLANED)
-    return tl.where(valid[None, :], scores, float("-inf"))
-
-
-@triton.jit
-def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, HIDDEN: tl.constexpr):
-    """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D]."""
-    scores = _behind(_scores(queries, keys, once, HIDDEN), valid, once, SCALE, HIDDEN)
-    new = tl.maximum(most, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new[:, None])
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    new = tl.maximum(most, tl.max(scores, axis=1) * (SCALE * UNPLANED))
+    weights = tl.exp2(scores * (SCALE * UNPLANED) - new[:, None])
     old = tl.exp2(most - new)
-    total = total * old + tl.sum(weights, axis=1)
+    if LAZY:
+        grouped = tl.reshape(weights, (H, 2, TILE // 16, 4, 2))
+        total = total * old[:, None, None] + tl.sum(tl.sum(grouped, axis=4), axis=2)
+    else:
+        total = total * old + tl.sum(weights, axis=1)
     return new, total, tl.dot(weights.to(tl.bfloat16), keys, o * old[:, None])
 
 
@@ -102,104 +79,61 @@ def _address(chosen, pages, ENTRIES, entry_stride, per_page, D: tl.constexpr):
 
 @triton.jit
 def _near(queries, ring, position, floor, most, total, o, begin, end, once, capacity, D: tl.constexpr,
-          WINDOW: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
-          HIDDEN: tl.constexpr):  # fmt: skip
+          WINDOW: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr,
+          LAZY: tl.constexpr):  # fmt: skip
     """Attend over tiles `begin` .. `end` - 1 of the window."""
     inside = tl.arange(0, TILE)
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
         seen = position - (WINDOW - 1) + tile * TILE + inside
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 4 + D // 128)
         keys = window_keys(slot, valid, TILE, D, PTX)
-        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, True, LAZY)
     return most, total, o
 
 
 @triton.jit
 def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once, fetched,
-         D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
-         AHEAD: tl.constexpr, HIDDEN: tl.constexpr):  # fmt: skip
-    """Attend over tiles `begin` .. `end` - 1 of the selected entries."""
+         D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+         LAZY: tl.constexpr):  # fmt: skip
+    """Attend over tiles `begin` .. `end` - 1 of the selected entries.
+
+    Nothing but codes is read between a tile's store to shared memory and its second product: the barriers before both
+    products wait for whatever was asked for.
+    """
     inside = tl.arange(0, TILE)
-    if AHEAD:
-        words, packed, chosen, entry = fetched
-        for tile in tl.range(begin, end, num_stages=1):
-            valid = tl.load(selection + tile * TILE + inside) >= 0
+    words, packed, chosen, entry, later = fetched
+    for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
+        if AHEAD:
             keys = entry_keys(words, packed, TILE, D, PTX)
             words, packed = entry_words(entry, chosen >= 0, D)
-            chosen = _chosen(selection, tile + 2, end, TILE)
-            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
-            entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-    else:
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            chosen = tl.load(selection + tile * TILE + inside)
-            valid = chosen >= 0
-            words, packed = entry_words(_address(chosen, pages, ENTRIES, entry_stride, per_page, D), valid, D)
+        else:
+            words, packed = entry_words(entry, chosen >= 0, D)
             keys = entry_keys(words, packed, TILE, D, PTX)
-            most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, HIDDEN)
-    return most, total, o
-
-
-@triton.jit
-def _far_pairs(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once, fetched,
-               D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr,
-               HIDDEN: tl.constexpr):  # fmt: skip
-    """Attend over tiles `begin` .. `end` - 1 of the selected entries, two at a time."""
-    inside = tl.arange(0, TILE)
-    words, packed, words_b, packed_b, chosen, entry, chosen_b, entry_b = fetched
-    for tile in tl.range(begin, end, 2, num_stages=1):
         valid = tl.load(selection + tile * TILE + inside) >= 0
-        valid_b = _chosen(selection, tile + 1, end, TILE) >= 0
-        keys = entry_keys(words, packed, TILE, D, PTX)
-        raw = _scores(queries, keys, once, HIDDEN)
-        words, packed = entry_words(entry, chosen >= 0, D)
-        chosen = _chosen(selection, tile + 4, end, TILE)
-        keys_b = entry_keys(words_b, packed_b, TILE, D, PTX)
-        raw_b = _scores(queries, keys_b, once, HIDDEN)
-        words_b, packed_b = entry_words(entry_b, chosen_b >= 0, D)
-        chosen_b = _chosen(selection, tile + 5, end, TILE)
-        scores = _behind(raw, valid, once, SCALE, HIDDEN)
-        scores_b = _behind(raw_b, valid_b, once, SCALE, HIDDEN)
-        new = tl.maximum(most, tl.max(tl.maximum(scores, scores_b), axis=1))
-        weights = tl.exp2(scores - new[:, None])
-        weights_b = tl.exp2(scores_b - new[:, None])
-        old = tl.exp2(most - new)
-        total = total * old + tl.sum(weights + weights_b, axis=1)
-        most = new
-        o = o * old[:, None]
-        for _ in tl.range(0, once):
-            o = tl.dot(weights.to(tl.bfloat16), keys, o)
-        o = tl.dot(weights_b.to(tl.bfloat16), keys_b, o)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, False, LAZY)
+        chosen = later
         entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-        entry_b = _address(chosen_b, pages, ENTRIES, entry_stride, per_page, D)
+        later = _chosen(selection, tile + 2 + AHEAD, end, TILE)
+        if not AHEAD and PTX:
+            # An entry's 9/16 of a byte a value are five lines at most.
+            fetch_ahead(entry[:, None] + (9 * D // 512 * tl.arange(0, 8))[None, :])
     return most, total, o
 
 
 @triton.jit
-def _fetched_pair(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr):
-    """Return codes and scales of tiles `begin` and the next, and entries and their pointers of the two after them."""
-    chosen = _chosen(selection, begin, end, TILE)
-    chosen_b = _chosen(selection, begin + 1, end, TILE)
-    later = _chosen(selection, begin + 2, end, TILE)
-    later_b = _chosen(selection, begin + 3, end, TILE)
-    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-    entry_b = _address(chosen_b, pages, ENTRIES, entry_stride, per_page, D)
-    next_entry = _address(later, pages, ENTRIES, entry_stride, per_page, D)
-    next_entry_b = _address(later_b, pages, ENTRIES, entry_stride, per_page, D)
-    words, packed = entry_words(entry, chosen >= 0, D)
-    words_b, packed_b = entry_words(entry_b, chosen_b >= 0, D)
-    return words, packed, words_b, packed_b, later, next_entry, later_b, next_entry_b
-
-
-@triton.jit
-def _fetched(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr):
-    """Return codes and scales of tile `begin`, and entries and their pointers of the next tile."""
+def _fetched(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr,
+             AHEAD: tl.constexpr):  # fmt: skip
+    """Return codes and scales of tile `begin`, entries and pointers of the tile read next, entries of that after it."""
     chosen = _chosen(selection, begin, end, TILE)
     later = _chosen(selection, begin + 1, end, TILE)
     entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-    next_entry = _address(later, pages, ENTRIES, entry_stride, per_page, D)
     words, packed = entry_words(entry, chosen >= 0, D)
-    return words, packed, later, next_entry
+    if AHEAD:
+        chosen = later
+        later = _chosen(selection, begin + 2, end, TILE)
+        entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    return words, packed, chosen, entry, later
 
 
 @triton.jit
@@ -227,9 +161,9 @@ def _sparse_attention(
     capacity, record_stride, entry_stride, page_stride, per_page,
     H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
-    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, AHEAD: tl.constexpr, PAIRS: tl.constexpr, HIDDEN: tl.constexpr,
-    NEAR_HIDDEN: tl.constexpr,
+    AHEAD: tl.constexpr, LAZY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.arange(0, H)
@@ -251,29 +185,22 @@ def _sparse_attention(
         selection = SELECTION + row * TOP
         far = tl.maximum(begin - WINDOW // TILE, 0)
         far_end = end - WINDOW // TILE
-        if PAIRS:
-            fetched = _fetched_pair(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE)
-        else:
-            fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE)
+        fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE, AHEAD)
         queries = tl.load(Q + row * (H * D) + whole)
         o = tl.zeros((H, D), tl.float32)
         most = tl.full((H,), -1e30, tl.float32)
-        total = tl.zeros((H,), tl.float32)
+        total = tl.zeros((H, 2, 4) if LAZY else (H,), tl.float32)
         once = tl.minimum(end - begin, 1)
         most, total, o = _near(
             queries, ring, position, floor, most, total, o, begin, tl.minimum(end, WINDOW // TILE), once, capacity,
-            D, WINDOW, TILE, SCALE, PTX, NEAR_STAGES, NEAR_HIDDEN,
+            D, WINDOW, TILE, SCALE, PTX, LAZY,
         )  # fmt: skip
-        if PAIRS:
-            most, total, o = _far_pairs(
-                queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
-                D, TILE, SCALE, PTX, HIDDEN,
-            )  # fmt: skip
-        else:
-            most, total, o = _far(
-                queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
-                D, TILE, SCALE, PTX, STAGES, AHEAD, HIDDEN,
-            )  # fmt: skip
+        most, total, o = _far(
+            queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
+            D, TILE, SCALE, PTX, AHEAD, LAZY,
+        )  # fmt: skip
+        if LAZY:
+            total = tl.sum(tl.sum(total, axis=2), axis=1)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
         tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, H, D, ROPE))
@@ -281,14 +208,15 @@ def _sparse_attention(
         part = row * SPLITS + split
         tl.store(SIZES + part * (2 * H) + head, most)
         tl.store(SIZES + part * (2 * H) + H + head, total)
-        tl.store(PARTS + part * (H * D) + whole, o.to(PARTS.dtype.element_ty))
+        tl.store(PARTS + part * (H * D) + whole, o)
 
 
 @triton.jit
 def _merge(
     PARTS, SIZES, SINK, COS, SIN, OUT, H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
-    EVERY: tl.constexpr, HEADS: tl.constexpr,
+    EVERY: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     whole = head[:, None] * D + tl.arange(0, D)[None, :]
@@ -300,7 +228,7 @@ def _merge(
     # All parts are asked for before one is used.
     o = tl.load(
         PARTS + part[:, None, None] * (H * D) + whole[None, :, :], mask=(split < SPLITS)[:, None, None], other=0.0
-    ).to(tl.float32)
+    )
     sink = tl.load(SINK + head) * 1.4426950408889634
     top = tl.maximum(tl.max(most, axis=0), sink)
     share = tl.exp2(most - top[None, :])
@@ -336,25 +264,24 @@ def sparse_attention(
     """
     rows, heads, width = queries.shape
     ptx, upright = chip.speaks_ptx(), chip.has_tensor_memory(queries.device)
-    shape = shape_of(rows, heads, splits, upright=upright, ptx=ptx)
+    shape = shape_of(window, selection.shape[1], splits, upright=upright)
     ring, words = ring.view(torch.int64 if upright else torch.int32), entries.view(torch.int32)
     out = torch.empty_like(queries)
     parts = sizes = out
     if splits > 1:
-        kind = torch.bfloat16 if shape.half else torch.float32
-        parts = torch.empty(rows, splits, heads, width, dtype=kind, device=queries.device)
+        parts = torch.empty(rows, splits, heads, width, dtype=torch.float32, device=queries.device)
         sizes = torch.empty(rows, splits, 2, heads, dtype=torch.float32, device=queries.device)
     _sparse_attention[(rows, splits)](
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
         ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
         H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
-        SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, STAGES=shape.stages,
-        NEAR_STAGES=shape.near_stages, AHEAD=shape.ahead, PAIRS=shape.pairs, HIDDEN=shape.hidden, NEAR_HIDDEN=shape.near_hidden,
-        num_warps=shape.warps, num_stages=1 if upright else 2,
+        SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, AHEAD=shape.ahead,
+        LAZY=shape.lazy, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](
             parts, sizes, sink, cos, sin, out, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
-            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, num_warps=shape.merge_warps,
+            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, PDL=shape.pdl,
+            num_warps=shape.merge_warps, **options(shape.pdl),
         )  # fmt: skip
     return out

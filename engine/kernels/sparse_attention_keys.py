@@ -40,13 +40,13 @@ def _bytes(words, scales):
     return tl.inline_asm_elementwise(
         """{
             .reg .b32 a, b;
-            prmt.b32 a, $4, 0, 0x1000; shr.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            prmt.b32 a, $4, 0, 0x1100; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $6;
-            prmt.b32 a, $4, 0, 0x3020; shr.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            prmt.b32 a, $4, 0, 0x3322; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $6;
-            prmt.b32 a, $5, 0, 0x1000; shr.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            prmt.b32 a, $5, 0, 0x1100; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $2, a, $6;
-            prmt.b32 a, $5, 0, 0x3020; shr.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            prmt.b32 a, $5, 0, 0x3322; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $3, a, $6;
             }""",
         "=&r,=&r,=&r,=&r,r,r,r",
@@ -76,8 +76,8 @@ def entry_words(entry, valid, D: tl.constexpr):
 @triton.jit
 def entry_keys(words, packed, TILE: tl.constexpr, D: tl.constexpr, PTX: tl.constexpr):
     """Return bfloat16 [TILE, D], 2^-60 of the values of what `entry_words` read."""
-    code = ((packed[:, :, None] >> (tl.arange(0, 8) // 2 * 8)[None, None, :]) & 0xFF).to(tl.uint8)
-    scales = e4m3_value(code)
+    code = ((packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).to(tl.uint8)
+    scales = _twice(e4m3_value(code), TILE, D)
     if PTX:
         return _joined8(_nibbles(words, (scales * 7.378697629483821e19).to(tl.bfloat16)), TILE, D)  # times 2^66
     else:
@@ -89,6 +89,12 @@ def entry_keys(words, packed, TILE: tl.constexpr, D: tl.constexpr, PTX: tl.const
         even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
         odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
         return tl.reshape(tl.join(even, odd), (TILE, D))
+
+
+@triton.jit
+def _twice(scales, TILE: tl.constexpr, D: tl.constexpr):
+    """Return [TILE, D / 64, 8] of scales [TILE, D / 64, 4] of two words each."""
+    return tl.reshape(tl.broadcast_to(scales[:, :, :, None], (TILE, D // 64, 4, 2)), (TILE, D // 64, 8))
 
 
 @triton.jit
@@ -105,22 +111,22 @@ def _nibbles(words, scales):
     return tl.inline_asm_elementwise(
         """{
             .reg .b32 a, b, u, v;
-            shl.b32 u, $8, 4; shl.b32 v, $9, 4;
-            prmt.b32 a, u, $8, 0x4000; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            shf.l.wrap.b32 u, $8, $8, 4; shf.l.wrap.b32 v, $9, $9, 4;
+            prmt.b32 a, u, $8, 0x4104; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $10;
-            prmt.b32 a, u, $8, 0x5010; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, u, $8, 0x5215; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $10;
-            prmt.b32 a, u, $8, 0x6020; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, u, $8, 0x6326; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $2, a, $10;
-            prmt.b32 a, u, $8, 0x7030; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, u, $8, 0x7037; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $3, a, $10;
-            prmt.b32 a, v, $9, 0x4000; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, v, $9, 0x4104; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $4, a, $10;
-            prmt.b32 a, v, $9, 0x5010; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, v, $9, 0x5215; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $5, a, $10;
-            prmt.b32 a, v, $9, 0x6020; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, v, $9, 0x6326; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $6, a, $10;
-            prmt.b32 a, v, $9, 0x7030; shr.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            prmt.b32 a, v, $9, 0x7037; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
             and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $7, a, $10;
             }""",
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
