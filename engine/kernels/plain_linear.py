@@ -48,7 +48,7 @@ def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     step = 128 if inner % 128 == 0 and tile <= 32 else 64 if inner % 64 == 0 else 32
     made = triton.cdiv(out, height) * tiles
     parts = 1 if made >= _PROGRAMS else min(triton.cdiv(inner, step), _MOST_PARTS, max(1, 2 * _PROGRAMS // made))
-    is_full = triton.cdiv(rows, tile) >= parts
+    is_full = fixed and triton.cdiv(rows, tile) >= parts
     warps = 2 if height == 16 and tile <= _FIXED_TILE else 4
     return Shape(height, tile, step, parts, parts if is_full else 1, warps, stages=4, ahead=False, pdl=overlaps())
 

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+from benchmarks.kernel_cases import CASES  # noqa: E402 - it imports Triton
+from benchmarks.kernel_compile import CHIPS, launches  # noqa: E402
+
 KERNELS = Path(__file__).resolve().parents[4] / "engine/kernels"
 WEIGHTS = {"W", "SCALE", "BASE", "FREQUENCIES"}
 """Parameters that nothing on a device writes: what may be read before."""
@@ -59,8 +63,10 @@ def test_a_kernel_that_does_not_wait_or_waits_too_late_is_found():
     ]
 
 
-def test_launches_say_so_with_what_bodies_are_told():
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+def test_launches_are_told_what_bodies_are(case):
     """A launch that may begin early without a body that waits would be a race."""
-    for name in launched_so():
-        source = (KERNELS / f"{name}.py").read_text()
-        assert source.count("PDL=shape.pdl") == source.count("**options(shape.pdl)"), name
+    for launch in launches(case, case.small[0], CHIPS["sm_90"]):
+        assert launch.constants.get("PDL", False) == launch.options.get("launch_pdl", False), launch.function
+    for launch in launches(case, case.small[0], CHIPS["gfx950"]):
+        assert not launch.options.get("launch_pdl", False), launch.function
