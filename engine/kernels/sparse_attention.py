@@ -43,19 +43,16 @@ def shape_of(window: int, top: int, splits: int, *, upright: bool) -> Shape:
 
 
 @triton.jit
-def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LOOPED: tl.constexpr, LAZY: tl.constexpr):
+def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LAZY: tl.constexpr):
     """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
 
     Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
-    the same: so it is hidden from the second, in a branch that is always taken or a loop of one turn (`once` is 1).
+    the same: so it is hidden from the second in a loop of one turn (`once` is 1).
     """
     H: tl.constexpr = queries.shape[0]
     TILE: tl.constexpr = keys.shape[0]
     scores = tl.zeros((H, TILE), tl.float32)
-    if LOOPED:
-        for _ in tl.range(0, once):
-            scores = tl.dot(queries, tl.trans(keys), scores)
-    elif once > 0:
+    for _ in tl.range(0, once):
         scores = tl.dot(queries, tl.trans(keys), scores)
     scores = tl.where(valid[None, :], scores, float("-inf"))
     new = tl.maximum(most, tl.max(scores, axis=1) * (SCALE * UNPLANED))
@@ -88,7 +85,7 @@ def _near(queries, ring, position, floor, most, total, o, begin, end, once, capa
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 4 + D // 128)
         keys = window_keys(slot, valid, TILE, D, PTX)
-        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, True, LAZY)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, LAZY)
     return most, total, o
 
 
@@ -111,7 +108,7 @@ def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total
             words, packed = entry_words(entry, chosen >= 0, D)
             keys = entry_keys(words, packed, TILE, D, PTX)
         valid = tl.load(selection + tile * TILE + inside) >= 0
-        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, False, LAZY)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, LAZY)
         chosen = later
         entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
         later = _chosen(selection, tile + 2 + AHEAD, end, TILE)
