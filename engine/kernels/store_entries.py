@@ -5,6 +5,8 @@ A first kernel pools and stores entries and leaves normalised latents; a second 
 them.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,26 @@ from engine.kernels.device import (
     inverse_power,
     rotated,
 )
+from engine.kernels.overlap import after_kernels_before, options, overlaps
+
+
+class Shape(NamedTuple):
+    """What the two launches choose. One shape for all numbers of rows: the order of sums depends on it."""
+
+    tile: int
+    """Rows a program of the first kernel takes."""
+    warps: int
+    keys_tile: int
+    """Rows of the second, and columns of latents at a time."""
+    step: int
+    keys_warps: int
+    stages: int
+    pdl: bool
+
+
+def shape_of() -> Shape:
+    """Return the shape."""
+    return Shape(4, 4, 16, 128, 4, 4, pdl=overlaps())
 
 
 @triton.jit
@@ -46,13 +68,15 @@ def _most(even, odd, TILE: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constex
 @triton.jit
 def _store_main(
     PENDING, INDEX, NORM, COS, SIN, PAGE, AT, ENTRIES, LATENTS, eps, count, entry_stride,
-    D: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    column = tl.arange(0, D)
+    norm = tl.load(NORM + column)
+    after_kernels_before(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = row < count
     where = exists[:, None]
     first = tl.load(INDEX + row * TOKENS, mask=exists, other=0)
-    column = tl.arange(0, D)
     left = PENDING + first[:, None] * (TOKENS * D) + column
     pooled = tl.load(left, mask=where, other=0.0)
     if TOKENS == 2:
@@ -72,7 +96,7 @@ def _store_main(
     cos, sin = _turns(COS, SIN, row, exists, tl.arange(0, D // 2) - (D - ROPE) // 2, ROPE)
     pooled = pooled.to(tl.bfloat16).to(tl.float32)
     scale = tl.rsqrt(tl.sum(pooled * pooled, axis=1) / D + eps)
-    latent = (tl.load(NORM + column) * (pooled * scale[:, None])).to(tl.bfloat16)
+    latent = (norm * (pooled * scale[:, None])).to(tl.bfloat16)
     tl.store(LATENTS + row[:, None] * D + column, latent, mask=where)
     even, odd = tl.split(tl.reshape(latent.to(tl.float32), (TILE, D // 2, 2)))
     even, odd = rotated(even, odd, cos, sin)
@@ -85,19 +109,21 @@ def _store_main(
 @triton.jit
 def _store_keys(
     LATENTS, WK, KEY_NORM, COS, SIN, PAGE, AT, CODES, SCALES, eps, count, code_stride, scale_stride,
-    D: tl.constexpr, KEY: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, KEY: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    norm = tl.load(KEY_NORM + tl.arange(0, KEY))
+    after_kernels_before(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = row < count
     where = exists[:, None]
     key = tl.zeros((TILE, KEY), tl.float32)
-    for start in tl.range(0, D, 64):
-        column = start + tl.arange(0, 64)
+    for start in tl.range(0, D, STEP):
+        column = start + tl.arange(0, STEP)
         latent = tl.load(LATENTS + row[:, None] * D + column, mask=where, other=0.0)
         key = tl.dot(latent, tl.load(WK + tl.arange(0, KEY)[None, :] * D + column[:, None]), key)
     key = key.to(tl.bfloat16).to(tl.float32)
     scale = tl.rsqrt(tl.sum(key * key, axis=1) / KEY + eps)
-    key = (tl.load(KEY_NORM + tl.arange(0, KEY)) * (key * scale[:, None])).to(tl.bfloat16).to(tl.float32)
+    key = (norm * (key * scale[:, None])).to(tl.bfloat16).to(tl.float32)
     even, odd = tl.split(tl.reshape(key, (TILE, KEY // 2, 2)))
     cos, sin = _turns(COS, SIN, row, exists, tl.arange(0, KEY // 2) - (KEY - ROPE) // 2, ROPE)
     even, odd = rotated(even, odd, cos, sin)
@@ -141,11 +167,15 @@ def store_entries(
     if not count:
         return
     latents = torch.empty(count, width, dtype=torch.bfloat16, device=pending.device)
-    _store_main[(triton.cdiv(count, 4),)](
-        pending, index, norm, cos, sin, page, at, entries, latents, eps, count, entries.stride(0),
-        D=width, ROPE=2 * cos.shape[1], TOKENS=tokens, TILE=4, num_warps=4,
+    shape = shape_of()
+    _store_main[(triton.cdiv(count, shape.tile),)](
+        pending, index, norm, cos, sin, page, at, entries, latents, eps, count, entries.stride(0), D=width,
+        ROPE=2 * cos.shape[1], TOKENS=tokens, TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
+        **options(shape.pdl),
     )  # fmt: skip
-    _store_keys[(triton.cdiv(count, 64),)](
+    _store_keys[(triton.cdiv(count, shape.keys_tile),)](
         latents, wk, key_norm, cos, sin, page, at, key_codes, key_scales, eps, count, key_codes.stride(0),
-        key_scales.stride(0), D=width, KEY=wk.shape[0], ROPE=2 * cos.shape[1], TILE=64, num_warps=4, num_stages=3,
+        key_scales.stride(0), D=width, KEY=wk.shape[0], ROPE=2 * cos.shape[1], TILE=shape.keys_tile,
+        STEP=min(shape.step, width), PDL=shape.pdl, num_warps=shape.keys_warps, num_stages=shape.stages,
+        **options(shape.pdl),
     )  # fmt: skip

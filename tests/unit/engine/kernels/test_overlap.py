@@ -10,7 +10,7 @@ from benchmarks.kernel_cases import CASES  # noqa: E402 - it imports Triton
 from benchmarks.kernel_compile import CHIPS, launches  # noqa: E402
 
 KERNELS = Path(__file__).resolve().parents[4] / "engine/kernels"
-WEIGHTS = {"W", "SCALE", "BASE", "FREQUENCIES"}
+WEIGHTS = {"W", "SCALE", "BASE", "FREQUENCIES", "NORM", "KEY_NORM"}
 """Parameters that nothing on a device writes: what may be read before."""
 
 
