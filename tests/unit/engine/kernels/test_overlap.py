@@ -39,6 +39,7 @@ def faults(function: ast.FunctionDef) -> list[str]:
         ast.unparse(call.args[0]) for call in before if ast.unparse(call.func).startswith(("tl.load", "tl.store"))
     ]
     names = {word.id for place in touched for word in ast.walk(ast.parse(place)) if isinstance(word, ast.Name)}
+    names -= {arg.arg for arg in function.args.args if arg.annotation is not None}
     return [
         f"{function.name} touches {name} before it waits" for name in names if name.isupper() and name not in WEIGHTS
     ]
