@@ -4,31 +4,29 @@
 As `index_scores`, except that a row's entries come from its list and results lie side by side.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, eight, fp4_planes, plane_scale
-
-_TILE = 128
-"""Entries at a time."""
+from engine.kernels.device import UNPLANED, fp4_quarters, joined_quarters, plane_scale
+from engine.kernels.index_scores import query_quarters
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 @triton.jit
 def _block_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, BLOCKS, OUT, page_stride, code_stride, scale_stride, columns,
     H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PTX: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     row = tl.program_id(1).to(tl.int64)
-    head = tl.arange(0, H)
+    at = row * H + tl.arange(0, H)
     group = tl.arange(0, KEY // 32)
-    word = group[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    whole = (row * H + head)[:, None, None] * KEY
-    whole = whole + tl.arange(0, KEY // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    queries = eight(tl.load(HEADS + whole), H, KEY // 8)
-    weight = tl.load(WEIGHTS + row * H + head)
+    half = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + row * (columns // BLOCK) + column // BLOCK, mask=column < columns, other=-1)
     entry = block * BLOCK + column % BLOCK
@@ -36,14 +34,29 @@ def _block_scores(
     entry = tl.where(valid, entry, 0)
     page = tl.load(PAGES + row * page_stride + entry // PER_PAGE, mask=valid, other=0).to(tl.int64)
     inside = entry % PER_PAGE
-    codes = tl.load(CODES + (page * code_stride + inside * (KEY // 8))[:, None, None] + word)
+    codes = tl.load(CODES + (page * code_stride + inside * (KEY // 4))[:, None, None] + half)
     scales = tl.load(SCALES + (page * scale_stride + inside * 4)[:, None] + group[None, :])
-    keys = fp4_planes(codes, tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 4)), PTX)
-    products = tl.zeros((TILE, H), tl.float32)
-    for n in tl.static_range(8):
-        products = tl.dot(tl.reshape(keys[n], (TILE, KEY // 8)), tl.trans(queries[n]), products)
-    scores = tl.sum(tl.maximum(products, 0.0) * (weight * UNPLANED)[None, :], axis=1)
+    # Queries are asked for while keys are on their way.
+    queries = tl.trans(query_quarters(HEADS, at, at >= 0, H, KEY))
+    weight = tl.load(WEIGHTS + at) * UNPLANED
+    keys = fp4_quarters(codes, tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 8)), PTX)
+    products = tl.dot(joined_quarters(keys, TILE), queries)
+    scores = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
     tl.store(OUT + row * columns + column, tl.where(valid, scores, float("-inf")), mask=column < columns)
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    tile: int
+    """Entries of a row, a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of() -> Shape:
+    """Return the shape."""
+    return Shape(tile=128, warps=4, pdl=overlaps())
 
 
 def block_scores(
@@ -65,12 +78,13 @@ def block_scores(
     rows, num_heads, width = heads.shape
     columns = blocks.shape[1] * block
     made = torch.empty(rows, columns, dtype=torch.float32, device=heads.device)
-    words = key_codes.view(torch.int32)
+    halves = key_codes.view(torch.int16)
     if rows:
-        _block_scores[(triton.cdiv(columns, _TILE), rows)](
-            heads, weights, words, key_scales, pages, visible, blocks, made,
-            pages.stride(0), words.stride(0), key_scales.stride(0), columns,
-            H=num_heads, KEY=width, PER_PAGE=key_codes.shape[1], BLOCK=block, TILE=_TILE, PTX=chip.speaks_ptx(),
-            num_warps=4, num_stages=2,
+        shape = shape_of()
+        _block_scores[(triton.cdiv(columns, shape.tile), rows)](
+            heads, weights, halves, key_scales, pages, visible, blocks, made,
+            pages.stride(0), halves.stride(0), key_scales.stride(0), columns,
+            H=num_heads, KEY=width, PER_PAGE=key_codes.shape[1], BLOCK=block, TILE=shape.tile,
+            PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps, **options(shape.pdl),
         )  # fmt: skip
     return made

@@ -222,3 +222,88 @@ def fp4_bytes(pairs, PTX: tl.constexpr):
         low = ((wide & 8) << 4) | ((wide & 7) << 2)
         high = (wide & 0x80) | ((wide >> 2) & 0x1C)
         return low.to(tl.uint8), high.to(tl.uint8)
+
+
+@triton.jit
+def grouped_plane(x, ROWS: tl.constexpr):
+    """Return a plane [ROWS, 2, 4, 2] of [ROWS, 4 groups, 4 words]: so a thread's words share one group's scale."""
+    return tl.permute(tl.reshape(x, (ROWS, 4, 2, 2)), (0, 2, 1, 3))
+
+
+@triton.jit
+def joined_planes(p, ROWS: tl.constexpr):
+    """Return [ROWS, 128] of eight planes [ROWS, 4, 4], one grouped plane after the other: no value leaves its thread.
+
+    Element k of a row comes to [k % 8, k / 16 % 2, k / 32, k / 8 % 2] of [8, 2, 4, 2].
+    """
+    even = tl.join(
+        tl.join(grouped_plane(p[0], ROWS), grouped_plane(p[4], ROWS)),
+        tl.join(grouped_plane(p[2], ROWS), grouped_plane(p[6], ROWS)),
+    )
+    odd = tl.join(
+        tl.join(grouped_plane(p[1], ROWS), grouped_plane(p[5], ROWS)),
+        tl.join(grouped_plane(p[3], ROWS), grouped_plane(p[7], ROWS)),
+    )
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 4, 5, 6, 1, 2, 3)), (ROWS, 128))
+
+
+@triton.jit
+def fetch_rows(rows, SIZE: tl.constexpr):
+    """Ask for SIZE bytes (a multiple of 16) behind each of some pointers into the second-level cache; waits for nothing.
+
+    Only where `chip.can_fetch`.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,n",
+        [rows.to(tl.int64), tl.full(rows.shape, SIZE, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fp4_quarters(halves, scales, PTX: tl.constexpr):
+    """Return four bfloat16 tensors of the shape of `halves` int16: nibble n of each, e2m1, times 2^-60 * scale. Exact.
+
+    `scales` as `fp4_planes` has them, and the same places for bits. One product copies a code to where its sign and to
+    where the rest belongs; what else it makes is masked.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            and.b32 a, $4, 0x000F000F;  mul.lo.u32 a, a, 0x1040;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $0, a, $5;
+            and.b32 a, $4, 0x00F000F0;  mul.lo.u32 a, a, 0x104;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $1, a, $5;
+            shr.b32 b, $4, 8;
+            and.b32 a, b, 0x000F000F;  mul.lo.u32 a, a, 0x1040;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $2, a, $5;
+            and.b32 a, b, 0x00F000F0;  mul.lo.u32 a, a, 0x104;  and.b32 a, a, 0x81C081C0;  mul.rn.bf16x2 $3, a, $5;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [halves, scales],
+            dtype=(tl.bfloat16,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        words = halves.to(tl.int32)
+        wide = scales.to(tl.float32) * 1.1754943508222875e-38
+        return _plane(words, wide), _plane(words >> 4, wide), _plane(words >> 8, wide), _plane(words >> 12, wide)
+
+
+@triton.jit
+def grouped_quarter(x, ROWS: tl.constexpr):
+    """Return a quarter [ROWS, 4, 4, 2] of [ROWS, 4 groups, 8 halves]: so a thread's halves share one group's scale."""
+    return tl.permute(tl.reshape(x, (ROWS, 4, 4, 2)), (0, 2, 1, 3))
+
+
+@triton.jit
+def joined_quarters(q, ROWS: tl.constexpr):
+    """Return [ROWS, 128] of four quarters [ROWS, 4, 8], one grouped quarter after the other: no value leaves its thread.
+
+    Element k of a row comes to [k % 4, k / 8 % 4, k / 32, k / 4 % 2] of [4, 4, 4, 2].
+    """
+    even = tl.join(grouped_quarter(q[0], ROWS), grouped_quarter(q[2], ROWS))
+    odd = tl.join(grouped_quarter(q[1], ROWS), grouped_quarter(q[3], ROWS))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 4, 5, 1, 2, 3)), (ROWS, 128))

@@ -12,7 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import UNPLANED, arranged_planes, e4m3_value, plane_scale, power
+from engine.kernels.device import (
+    UNPLANED,
+    arranged_planes,
+    e4m3_value,
+    grouped_plane,
+    joined_planes,
+    plane_scale,
+    power,
+)
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import Shards
 
@@ -90,24 +98,12 @@ def places_of(weights: Shards) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit
-def _plane(x, ROWS: tl.constexpr):
-    """Return a plane [ROWS, 2, 4, 2] of [ROWS, 4 groups, 4 words]: so a thread's words share one group's scale."""
-    return tl.permute(tl.reshape(x, (ROWS, 4, 2, 2)), (0, 2, 1, 3))
-
-
-@triton.jit
 def _four(a, b, c, d, ROWS: tl.constexpr):
     """Return [ROWS, 64] of four planes [ROWS, 4, 4], one after the other: no value leaves its thread."""
-    both = tl.join(tl.join(_plane(a, ROWS), _plane(c, ROWS)), tl.join(_plane(b, ROWS), _plane(d, ROWS)))
+    both = tl.join(
+        tl.join(grouped_plane(a, ROWS), grouped_plane(c, ROWS)), tl.join(grouped_plane(b, ROWS), grouped_plane(d, ROWS))
+    )
     return tl.reshape(tl.permute(both, (0, 4, 5, 1, 2, 3)), (ROWS, 64))
-
-
-@triton.jit
-def _eight(p, ROWS: tl.constexpr):
-    """Return [ROWS, 128] of eight planes, as `_four`."""
-    even = tl.join(tl.join(_plane(p[0], ROWS), _plane(p[4], ROWS)), tl.join(_plane(p[2], ROWS), _plane(p[6], ROWS)))
-    odd = tl.join(tl.join(_plane(p[1], ROWS), _plane(p[5], ROWS)), tl.join(_plane(p[3], ROWS), _plane(p[7], ROWS)))
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 4, 5, 6, 1, 2, 3)), (ROWS, 128))
 
 
 @triton.jit
@@ -133,7 +129,7 @@ def product(
         weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
         at = X + column[None, :] * K + start + tl.arange(0, 128 // PARTS)[:, None]
         if PARTS == 1:
-            total = tl.dot(_eight(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
+            total = tl.dot(joined_planes(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
         elif PARTS == 2:
             left = tl.load(at, mask=exists[None, :], other=0.0)
             right = tl.load(at + 64, mask=exists[None, :], other=0.0)
@@ -142,7 +138,7 @@ def product(
         else:
             for n in tl.static_range(8):
                 x = tl.load(at + n * 16, mask=exists[None, :], other=0.0)
-                total = tl.dot(tl.reshape(_plane(weights[n], ROWS), (ROWS, 16)), x, total)
+                total = tl.dot(tl.reshape(grouped_plane(weights[n], ROWS), (ROWS, 16)), x, total)
     return total
 
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, eight, fp4_bytes, fp4_planes, inverse_power, plane_scale, power
+from engine.kernels.device import UNPLANED, fp4_bytes, fp4_quarters, inverse_power, joined_quarters, plane_scale, power
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 528
 """Programs that a GPU of 132 multiprocessors holds: longer runs of tiles share one loading of the queries."""
@@ -43,10 +44,22 @@ def key_scale(scales, g: tl.constexpr):
 
 @triton.jit
 def query_group(HEADS, at, used, g: tl.constexpr, KEY: tl.constexpr):
-    """Return float32 [columns, 32]: group g of queries, even elements first, as `fp4_bytes` takes keys apart."""
-    slot = tl.arange(0, 32)
-    place = at[:, None] * KEY + (g * 32 + slot % 16 * 2 + slot // 16)[None, :]
-    return tl.load(HEADS + place, mask=used[:, None], other=0.0).to(tl.float32)
+    """Return bfloat16 [columns, 32]: group g of queries."""
+    place = at[:, None] * KEY + g * 32 + tl.arange(0, 32)[None, :]
+    return tl.load(HEADS + place, mask=used[:, None], other=0.0)
+
+
+@triton.jit
+def query_quarters(HEADS, at, used, COLUMNS: tl.constexpr, KEY: tl.constexpr):
+    """Return bfloat16 [columns, KEY] of queries, in the order of `joined_quarters`."""
+    x = tl.load(HEADS + at[:, None] * KEY + tl.arange(0, KEY)[None, :], mask=used[:, None], other=0.0)
+    return tl.reshape(tl.permute(tl.reshape(x, (COLUMNS, 4, 4, 2, 4)), (0, 4, 2, 1, 3)), (COLUMNS, KEY))
+
+
+@triton.jit
+def most_of(x):
+    """Return float32 [columns]: the largest magnitude of each row."""
+    return tl.max(tl.abs(x.to(tl.float32)), axis=1)
 
 
 @triton.jit
@@ -56,12 +69,16 @@ def query_scale(most):
 
 
 @triton.jit
-def query_bytes(x, code):
-    """Return e4m3 [32, columns] of queries [columns, 32] times 2^(code - 127), and whether all are exact."""
-    wide = x * power(code)[:, None]
-    narrow = wide.to(tl.float8e4nv)
-    exact = tl.min(tl.min((narrow.to(tl.float32) == wide).to(tl.int32), axis=1), axis=0)
-    return tl.trans(narrow), exact
+def query_bytes(x, code, COLUMNS: tl.constexpr):
+    """Return e4m3 [32, columns] of queries [columns, 32] times 2^(code - 127), even elements first, as `key_bytes`."""
+    narrow = (x.to(tl.float32) * power(code)[:, None]).to(tl.float8e4nv)
+    return tl.trans(tl.reshape(tl.permute(tl.reshape(narrow, (COLUMNS, 16, 2)), (0, 2, 1)), (COLUMNS, 32)))
+
+
+@triton.jit
+def fits(part, most):
+    """Return whether queries' groups are exact in e4m3 with the scale of whole queries: their least step is part / 12."""
+    return ((part == 0.0) | (part >= most * 0.0001220703125)).to(tl.int32)
 
 
 @triton.jit
@@ -116,9 +133,11 @@ def _index_bytes(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
     page_stride, code_stride, scale_stride, score_stride,
     EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """`_index_scores` with products of e4m3: all codes are, times powers of two, which sums of a group are scaled by."""
+    after_kernels_before(PDL)
     sequence = tl.program_id(1)
     row = tl.arange(0, PADDED)
     seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
@@ -131,25 +150,23 @@ def _index_bytes(
     weight = tl.load(WEIGHTS + at, mask=used, other=0.0) * 32.0
     x0, x1 = query_group(HEADS, at, used, 0, KEY), query_group(HEADS, at, used, 1, KEY)
     x2, x3 = query_group(HEADS, at, used, 2, KEY), query_group(HEADS, at, used, 3, KEY)
-    m0, m1 = tl.max(tl.abs(x0), axis=1), tl.max(tl.abs(x1), axis=1)
-    m2, m3 = tl.max(tl.abs(x2), axis=1), tl.max(tl.abs(x3), axis=1)
-    code = query_scale(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)))
-    q0, e0 = query_bytes(x0, code)
-    q1, e1 = query_bytes(x1, code)
-    q2, e2 = query_bytes(x2, code)
-    q3, e3 = query_bytes(x3, code)
-    if e0 + e1 + e2 + e3 == 4:
-        f = inverse_power(code)
-        _scan(q0, q1, q2, q3, f, f, f, f, weight * f, CODES, SCALES, PAGES, SCORES, seen, sequence, begin, num_tiles,
+    m0, m1, m2, m3 = most_of(x0), most_of(x1), most_of(x2), most_of(x3)
+    most = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+    exact = tl.min(fits(m0, most) & fits(m1, most) & fits(m2, most) & fits(m3, most), axis=0)
+    c0, c1, c2, c3 = query_scale(m0), query_scale(m1), query_scale(m2), query_scale(m3)
+    if exact == 1:
+        c0 = query_scale(most)
+        c1, c2, c3 = c0, c0, c0
+        weight = weight * inverse_power(c0)
+    q0, q1 = query_bytes(x0, c0, PADDED * H), query_bytes(x1, c1, PADDED * H)
+    q2, q3 = query_bytes(x2, c2, PADDED * H), query_bytes(x3, c3, PADDED * H)
+    if exact == 1:
+        _scan(q0, q1, q2, q3, most, most, most, most, weight,
+              CODES, SCALES, PAGES, SCORES, seen, sequence, begin, num_tiles,
               page_stride, code_stride, scale_stride, score_stride,
               EACH, PADDED, H, KEY, PER_PAGE, TILE, STAGES, HELD, True, PTX)  # fmt: skip
     else:
-        # Groups of a query that are more than 2^14 apart.
-        c0, c1, c2, c3 = query_scale(m0), query_scale(m1), query_scale(m2), query_scale(m3)
-        q0, e0 = query_bytes(x0, c0)
-        q1, e1 = query_bytes(x1, c1)
-        q2, e2 = query_bytes(x2, c2)
-        q3, e3 = query_bytes(x3, c3)
+        # Groups of a query that are more than 2^13 apart.
         _scan(q0, q1, q2, q3, inverse_power(c0), inverse_power(c1), inverse_power(c2), inverse_power(c3), weight,
               CODES, SCALES, PAGES, SCORES, seen, sequence, begin, num_tiles,
               page_stride, code_stride, scale_stride, score_stride,
@@ -161,35 +178,44 @@ def _index_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
     page_stride, code_stride, scale_stride, score_stride,
     EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    after_kernels_before(PDL)
     sequence = tl.program_id(1)
     row = tl.arange(0, PADDED)
     seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
-    begin = block * (TILE * TILES)
+    begin = tl.program_id(0) * (TILE * TILES)
     num_tiles = tl.minimum(tl.cdiv(tl.max(seen, axis=0) - begin, TILE), TILES)
     column = tl.arange(0, PADDED * H)
     used = column < EACH * H
     at = sequence * (EACH * H) + column
-    weight = tl.load(WEIGHTS + at, mask=used, other=0.0)
+    # Positive parts are doubled below.
+    weight = tl.load(WEIGHTS + at, mask=used, other=0.0) * (0.5 * UNPLANED)
     inside = tl.arange(0, TILE)
-    group = tl.arange(0, KEY // 32)
-    word = group[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    whole = at[:, None, None] * KEY + tl.arange(0, KEY // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    queries = eight(tl.load(HEADS + whole, mask=used[:, None, None], other=0.0), PADDED * H, KEY // 8)
+    group = tl.arange(0, 4)
+    half = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    held = tl.arange(0, 32)
+    if HELD:
+        place = begin // PER_PAGE + held
+        wanted = place * PER_PAGE < begin + num_tiles * TILE
+        pages = tl.load(PAGES + sequence * page_stride + place, mask=wanted, other=0)
+    queries = tl.trans(query_quarters(HEADS, at, used, PADDED * H, KEY))
+    # Stages said here: all loads are fetched ahead, also those that no product reads.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
-        # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
-        page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
-        entry = (first + inside) % PER_PAGE
-        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 8))[:, None, None] + word)
-        scales = tl.load(SCALES + (page * scale_stride + entry * 4)[:, None] + group[None, :])
-        keys = fp4_planes(codes, tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 4)), PTX)
-        products = tl.zeros((TILE, PADDED * H), tl.float32)
-        for n in tl.static_range(8):
-            products = tl.dot(tl.reshape(keys[n], (TILE, KEY // 8)), tl.trans(queries[n]), products)
-        products = tl.maximum(products, 0.0) * (weight * UNPLANED)[None, :]
+        if HELD:
+            page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
+        else:
+            # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
+            page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
+        entry = first % PER_PAGE + inside
+        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 4))[:, None, None] + half)
+        scales = plane_scale(tl.load(SCALES + (page * scale_stride + entry * 4)[:, None] + group[None, :]))
+        keys = fp4_quarters(codes, tl.broadcast_to(tl.expand_dims(scales, 2), (TILE, 4, 8)), PTX)
+        products = tl.dot(joined_quarters(keys, TILE), queries)
+        # Twice the positive part: the addition takes a magnitude for nothing, a maximum has half its rate.
+        products = (products + tl.abs(products)) * weight[None, :]
         scores = tl.sum(tl.reshape(products, (TILE, PADDED, H)), axis=2)
         where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + (first + inside)[:, None]
         tl.store(where, scores, mask=(first + inside)[:, None] < seen[None, :])
@@ -206,10 +232,11 @@ class Shape(NamedTuple):
     stages: int
     narrow: bool
     """Multiply in e4m3 and scale sums of groups, instead of in bfloat16."""
+    pdl: bool
     registers: int | None
     """The most a thread may have."""
     held: bool
-    """Load a program's page numbers (of 32 tiles at most) once; only if `narrow`."""
+    """Load a program's page numbers (of 32 pages at most) once, instead of for every tile."""
 
 
 def shape_of(sequences: int, entries: int, padded: int) -> Shape:
@@ -220,10 +247,11 @@ def shape_of(sequences: int, entries: int, padded: int) -> Shape:
         tile=tile,
         tiles=max(4, min(32, triton.next_power_of_2(each))),
         warps=4 if padded <= 2 else 8,
-        stages=5,
+        stages=4,
         narrow=False,
-        held=False,
+        held=True,
         registers=None,
+        pdl=overlaps(),
     )
 
 
@@ -249,17 +277,15 @@ def index_scores(
     per_page = key_codes.shape[1]
     shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
     grid = (triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles), len(pages))
-    codes, scales = key_codes, key_scales
-    if shape.narrow:
-        scales = scales.view(torch.int32)
-    else:
-        codes = codes.view(torch.int32)
-    kernel, more = (_index_bytes, {"HELD": shape.held}) if shape.narrow else (_index_scores, {})
-    if shape.registers is not None:
-        more["maxnreg"] = shape.registers
-    kernel[grid](
+    codes, scales = (
+        key_codes if shape.narrow else key_codes.view(torch.int16),
+        (key_scales.view(torch.int32) if shape.narrow else key_scales),
+    )
+    more = {} if shape.registers is None else {"maxnreg": shape.registers}
+    (_index_bytes if shape.narrow else _index_scores)[grid](
         heads, weights, codes, scales, pages, visible, scores,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
         EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
-        STAGES=shape.stages, PTX=chip.speaks_ptx(), num_warps=shape.warps, num_stages=shape.stages, **more,
+        STAGES=shape.stages, HELD=shape.held, PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps,
+        num_stages=shape.stages, **more, **options(shape.pdl),
     )  # fmt: skip
