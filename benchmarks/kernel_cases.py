@@ -377,7 +377,7 @@ CASES = (
             {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1},
             {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
         ),
-        compiled=({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": 4},),
+        compiled=tuple({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": splits} for splits in (4, 1)),
         by_chip=True,
     ),
     *CASES_ATTENTION,

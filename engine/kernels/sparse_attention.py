@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     merge_heads: int
     merge_warps: int
     pdl: bool
+    merge_pdl: bool
 
 
 def shape_of(window: int, top: int, splits: int, *, upright: bool) -> Shape:
@@ -39,7 +40,7 @@ def shape_of(window: int, top: int, splits: int, *, upright: bool) -> Shape:
     tile = 64
     if not upright and chip.speaks_ptx() and window % 128 == top % 128 == (window + top) // 128 % splits == 0:
         tile = 128
-    return Shape(tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps())
+    return Shape(tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps())
 
 
 @triton.jit
@@ -278,7 +279,7 @@ def sparse_attention(
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](
             parts, sizes, sink, cos, sin, out, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
-            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, PDL=shape.pdl,
-            num_warps=shape.merge_warps, **options(shape.pdl),
+            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, PDL=shape.merge_pdl,
+            num_warps=shape.merge_warps, **options(shape.merge_pdl),
         )  # fmt: skip
     return out

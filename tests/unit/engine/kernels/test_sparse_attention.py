@@ -1,0 +1,109 @@
+"""What CI cannot run of sparse attention: its other shapes in the interpreter, and the bits that its PTX places."""
+
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from engine.kernels import sparse_attention_keys  # noqa: E402 - it imports Triton
+
+ROOT = Path(__file__).resolve().parents[4]
+WORD = (1 << 32) - 1
+HALVES = (2.0**-126, -(2.0**-126))
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SHAPES = """
+from unittest.mock import patch
+from benchmarks import kernel_interpreter
+from benchmarks.kernel_cases import CASES
+from benchmarks.kernel_checks import check
+from engine.kernels import sparse_attention as module
+
+kernel_interpreter.install()
+case = next(case for case in CASES if case.op == "sparse_attention")
+original = module.shape_of
+for size, changed in (
+    ({"b": 1, "rows": 2, "n": 300, "k": 256, "h": 16, "splits": 3}, {"tile": 128}),
+    ({"b": 1, "rows": 2, "n": 300, "k": 256, "h": 16, "splits": 1}, {"tile": 128, "lazy": True}),
+    ({"b": 2, "rows": 1, "n": 300, "k": 192, "h": 16, "splits": 2}, {"ahead": False}),
+    ({"b": 2, "rows": 1, "n": 100, "k": 128, "h": 16, "splits": 3}, {"merge_heads": 4}),
+):
+    with patch.object(module, "shape_of", lambda *a, **k: original(*a, **k)._replace(**changed)):
+        wrong = check(case, size, "cpu")
+    assert wrong is None, (size, changed, wrong)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_other_shapes_equal_the_reference_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHAPES],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def bfloat16(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def permuted(a: int, b: int, selector: int) -> int:
+    """Return what `prmt` does, without its replication of signs."""
+    held = [(word >> (8 * i)) & 0xFF for word in (a, b) for i in range(4)]
+    return sum(held[(selector >> (4 * i)) & 7] << (8 * i) for i in range(4))
+
+
+RUN = {
+    "prmt.b32": permuted,
+    "shl.b32": lambda a, n: (a << n) & WORD,
+    "shf.l.wrap.b32": lambda a, b, n: ((b << n) | (a >> (32 - n))) & WORD,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "mul.rn.bf16x2": lambda a, _: a,
+}
+
+
+def placed(function: object, inputs: dict[str, int]) -> dict[str, int]:
+    """Return the registers behind a body's PTX, of which products return the bits that they would scale."""
+    body = re.search(r'"""\{(.*?)\}"""', function.src, re.DOTALL)
+    assert body is not None
+    held = dict(inputs)
+    for line in body[1].replace("\n", " ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name in RUN:
+            target, *sources = (word.strip() for word in rest.split(","))
+            held[target] = RUN[name](*(held[s] if s in held else int(s, 0) for s in sources))
+    return held
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nibbles_are_placed_in_order_as_2_to_the_minus_126_of_their_values(seed):
+    words = [random.Random(seed).getrandbits(32), random.Random(seed + 99).getrandbits(32)]
+    held = placed(sparse_attention_keys._nibbles, {"$8": words[0], "$9": words[1], "$10": 0})  # noqa: SLF001
+    for place in range(16):
+        code = (words[place // 8] >> (4 * (place % 8))) & 15
+        value = E2M1[code & 7] * HALVES[code >> 3]
+        assert bfloat16((held[f"${place // 2}"] >> (16 * (place % 2))) & 0xFFFF) == value
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_are_placed_in_order_as_2_to_the_minus_120_of_their_values(seed):
+    words = [random.Random(seed).getrandbits(32), random.Random(seed + 99).getrandbits(32)]
+    held = placed(sparse_attention_keys._bytes, {"$4": words[0], "$5": words[1], "$6": 0})  # noqa: SLF001
+    for place in range(8):
+        code = (words[place // 4] >> (8 * (place % 4))) & 0xFF
+        exponent, mantissa = (code >> 3) & 15, code & 7
+        size = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
+        value = (-size if code & 0x80 else size) * 2.0**-120
+        assert bfloat16((held[f"${place // 2}"] >> (16 * (place % 2))) & 0xFFFF) == value
