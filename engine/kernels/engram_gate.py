@@ -1,13 +1,18 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """The gate of the n-gram memory, fused with its addition to the residual streams."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import after_kernels_before, options, overlaps
+
 
 @triton.jit
-def _engram_gate(X, P, W, SKIP, OUT, eps, HC: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+def _engram_gate(X, P, W, SKIP, OUT, eps, HC: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     x = X + (row * HC + stream) * D
@@ -38,6 +43,21 @@ def _engram_gate(X, P, W, SKIP, OUT, eps, HC: tl.constexpr, D: tl.constexpr, CHU
         tl.store(OUT + (row * HC + stream) * D + at, (a + gate * b).to(tl.bfloat16), mask=inside)
 
 
+class Shape(NamedTuple):
+    """What a launch chooses; a program has a stream of a row."""
+
+    chunk: int
+    """Values at a time."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(width: int) -> Shape:
+    """Return the shape for streams of a width."""
+    chunk = min(1024, triton.next_power_of_2(width))
+    return Shape(chunk, max(1, chunk // 256), pdl=overlaps())
+
+
 def engram_gate(
     streams: torch.Tensor, projected: torch.Tensor, weight: torch.Tensor, skip: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -48,9 +68,10 @@ def engram_gate(
     """
     rows, hc, width = streams.shape
     out = torch.empty_like(streams)
-    chunk = min(1024, triton.next_power_of_2(width))
     if rows:
+        shape = shape_of(width)
         _engram_gate[(rows, hc)](
-            streams, projected, weight, skip, out, eps, HC=hc, D=width, CHUNK=chunk, num_warps=max(1, chunk // 256)
-        )
+            streams, projected, weight, skip, out, eps, HC=hc, D=width, CHUNK=shape.chunk, PDL=shape.pdl,
+            num_warps=shape.warps, **options(shape.pdl),
+        )  # fmt: skip
     return out

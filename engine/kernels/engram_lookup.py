@@ -4,22 +4,28 @@
 What comes out is quantized already: a quantized linear reads it as it is.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import NgramColumns, Shards
 
 
 @triton.jit
 def _engram_lookup(
     NGRAMS, MAP, MULTIPLIERS, PRIMES, OFFSETS, ADDRESSES, CODES, SCALES, pad, rows_each, shards,
-    LENGTH: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = column < COUNT
     last = 1 + column // EACH
-    mixed = tl.full((), 0, tl.int64)
+    mixed = tl.zeros((COLUMNS,), tl.int64)
     alive = token >= 0
     for i in tl.static_range(LENGTH):
         one = tl.load(NGRAMS + token * LENGTH + i)
@@ -27,16 +33,36 @@ def _engram_lookup(
         packed = tl.load(MAP + tl.maximum(one, 0))
         packed = tl.where(alive, packed, pad).to(tl.int64)
         mixed = tl.where(i <= last, mixed ^ (packed * tl.load(MULTIPLIERS + i)), mixed)
-    row = mixed % tl.load(PRIMES + column) + tl.load(OFFSETS + column)
+    row = mixed % tl.load(PRIMES + column, mask=exists, other=1)
+    row += tl.load(OFFSETS + column, mask=exists, other=0)
     shard = row // rows_each
     inside = row - shard * rows_each
-    table = tl.load(ADDRESSES + shard).to(tl.pointer_type(tl.uint8))
-    table_scales = tl.load(ADDRESSES + shards + shard).to(tl.pointer_type(tl.uint8))
-    out = token * tl.num_programs(1) + column
+    # An allocation is aligned; said, so that rows are fetched by 16 bytes.
+    table = (tl.load(ADDRESSES + shard, mask=exists, other=0) + inside * WIDTH).to(tl.pointer_type(tl.uint8))
+    table = tl.multiple_of(table, [16])
+    table_scales = tl.load(ADDRESSES + shards + shard, mask=exists, other=0) + inside * GROUPS
+    out = token * COUNT + column
     at = tl.arange(0, WIDTH)
-    tl.store(CODES + out * WIDTH + at, tl.load(table + inside * WIDTH + at))
+    codes = table[:, None] + at[None, :]
+    tl.store(CODES + out[:, None] * WIDTH + at, tl.load(codes, mask=exists[:, None], other=0), mask=exists[:, None])
     group = tl.arange(0, GROUPS)
-    tl.store(SCALES + out * GROUPS + group, tl.load(table_scales + inside * GROUPS + group))
+    scales = (table_scales[:, None] + group[None, :]).to(tl.pointer_type(tl.uint8))
+    where = SCALES + out[:, None] * GROUPS + group
+    tl.store(where, tl.load(scales, mask=exists[:, None], other=0), mask=exists[:, None])
+
+
+class Shape(NamedTuple):
+    """What a launch chooses."""
+
+    columns: int
+    """Of a token, a program."""
+    warps: int
+    pdl: bool
+
+
+def shape_of(width: int) -> Shape:
+    """Return the shape for table rows of a width."""
+    return Shape(columns=8, warps=max(1, min(4, width // 64)), pdl=overlaps())
 
 
 def engram_lookup(
@@ -53,9 +79,11 @@ def engram_lookup(
     codes = torch.empty(rows, count * width, dtype=torch.uint8, device=ngrams.device)
     scales = torch.empty(rows, count * width // 32, dtype=torch.uint8, device=ngrams.device)
     if rows:
-        _engram_lookup[(rows, count)](
+        shape = shape_of(width)
+        _engram_lookup[(rows, triton.cdiv(count, shape.columns))](
             ngrams, token_map, columns.multipliers, columns.primes, columns.offsets, table.addresses, codes, scales,
             columns.pad, table.each, table.addresses.shape[1],
-            LENGTH=length, EACH=count // (length - 1), WIDTH=width, GROUPS=width // 32, num_warps=1,
+            LENGTH=length, EACH=count // (length - 1), WIDTH=width, GROUPS=width // 32, COUNT=count,
+            COLUMNS=shape.columns, PDL=shape.pdl, num_warps=shape.warps, **options(shape.pdl),
         )  # fmt: skip
     return codes, scales

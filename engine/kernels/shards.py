@@ -42,5 +42,7 @@ def shards_of(codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dev
     assert all(len(part) == each for part in codes[:-1])
     assert len(codes[-1]) <= each
     assert all(part.is_contiguous() for part in (*codes, *scales))
+    # Kernels fetch codes by 16 bytes.
+    assert all(part.data_ptr() % 16 == 0 for part in codes)
     addresses = torch.tensor([[part.data_ptr() for part in parts] for parts in (codes, scales)], device=device)
     return Shards(tuple(codes), tuple(scales), addresses, each)
