@@ -16,7 +16,7 @@ def _sample_tokens(g: torch.Generator, size: dict[str, int]) -> Inputs:
     temperature = torch.linspace(0.3, 1.7, m, dtype=torch.float64, device=device)
     if size.get("cold"):
         # Equal logits are so large that float32 hardly tells their noise.
-        temperature, logits = temperature * 1e-4, logits.clamp(max=1)
+        temperature, logits = temperature * 1e-4, logits.clamp(max=1) * 1000
     temperature[:: size.get("greedy", m + 1)] = 0
     limit = torch.iinfo(torch.int64).max
     seed = torch.randint(-limit, limit, (m,), generator=g, device=device)
