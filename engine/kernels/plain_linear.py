@@ -35,6 +35,8 @@ class Shape(NamedTuple):
     """Parts that one program makes."""
     warps: int
     stages: int
+    rows_first: bool
+    """Neighbouring programs share weights, not rows of x: what is larger is then read once."""
     ahead: bool
     """Weights are asked for before earlier kernels are waited for."""
     pdl: bool
@@ -50,16 +52,17 @@ def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     parts = 1 if made >= _PROGRAMS else min(triton.cdiv(inner, step), _MOST_PARTS, max(1, 2 * _PROGRAMS // made))
     is_full = fixed and triton.cdiv(rows, tile) >= parts
     warps = 2 if height == 16 and tile <= _FIXED_TILE else 4
-    return Shape(height, tile, step, parts, parts if is_full else 1, warps, stages=4, ahead=False, pdl=overlaps())
+    each = parts if is_full else 1
+    return Shape(height, tile, step, parts, each, warps, 4, rows_first=out > rows, ahead=False, pdl=overlaps())
 
 
 @triton.jit
 def _plain_linear(
     X, W, OUT, count, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    PART: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, ROWS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    n = tl.program_id(1 if ROWS_FIRST else 0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0 if ROWS_FIRST else 1) * TILE + tl.arange(0, TILE)
     group = tl.program_id(2)
     here, exists = n < N, row < count
     weight = W + n.to(tl.int64)[:, None] * K
@@ -112,10 +115,12 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) 
     part = triton.cdiv(triton.cdiv(inner, shape.parts), shape.step) * shape.step
     groups = triton.cdiv(inner, part * shape.each)
     summed = made if groups == 1 else torch.empty(groups, rows, out, dtype=torch.float32, device=x.device)
-    _plain_linear[(triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile), groups)](
+    tiles = triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile)
+    lines = triton.next_power_of_2(triton.cdiv(part * shape.each, 64)) if shape.ahead else 0
+    _plain_linear[(*(reversed(tiles) if shape.rows_first else tiles), groups)](
         x, weight, summed, rows, K=inner, N=out, ROWS=shape.height, TILE=shape.tile, STEP=shape.step, PART=part,
-        EACH=shape.each,
-        LINES=triton.next_power_of_2(triton.cdiv(part * shape.each, 64)) if shape.ahead else 0, PDL=shape.pdl, num_warps=shape.warps, num_stages=shape.stages, **options(shape.pdl),
+        EACH=shape.each, LINES=lines, ROWS_FIRST=shape.rows_first, PDL=shape.pdl, num_warps=shape.warps,
+        num_stages=shape.stages, **options(shape.pdl),
     )  # fmt: skip
     if groups > 1:
         _merge_parts[(triton.cdiv(rows * out, _MERGED),)](
