@@ -89,6 +89,7 @@ CASES_SAMPLING = (
             {"n": 8, "v": 129280, "count": 20},
             {"n": 8, "v": 129280, "count": 20, "ties": 1},
         ),
+        compiled=({"n": 2, "v": 128256, "count": 20},),
     ),
     Case(
         "token_borders",
@@ -111,6 +112,7 @@ CASES_SAMPLING = (
             {"r": 256, "v": 128256, "kind": 1},
             {"r": 256, "v": 128256, "kind": 0, "flat": 1},
         ),
+        compiled=({"r": 2, "v": 128256},),
     ),
     Case(
         "sample_tokens",

@@ -119,7 +119,7 @@ def _nearly(logits, begin, vocab, divisor, border, last, seed, position, sample,
             chosen = tl.where(values > best, token, chosen)
             second = tl.maximum(second, tl.minimum(values, best))
             best = tl.maximum(best, values)
-            reached = tl.maximum(reached, most + LOW)
+            reached = tl.maximum(reached, most + LOW - tl.abs(most) * 9.5367431640625e-07)
     most = tl.max(best, axis=0)
     bound = most - 2e-4 - tl.abs(most) * 9.5367431640625e-07
     rivals = tl.sum((best >= bound).to(tl.int32) + (second >= bound).to(tl.int32), axis=0)
