@@ -307,3 +307,26 @@ def joined_quarters(q, ROWS: tl.constexpr):
     even = tl.join(grouped_quarter(q[0], ROWS), grouped_quarter(q[2], ROWS))
     odd = tl.join(grouped_quarter(q[1], ROWS), grouped_quarter(q[3], ROWS))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 4, 5, 1, 2, 3)), (ROWS, 128))
+
+
+@triton.jit
+def all_agree(x, most, PTX: tl.constexpr):
+    """Return whether int32 x, the same in all threads, is at most `most`, as a vote: so that the compiler knows it, too.
+
+    Behind a branch that threads might part at it keeps addresses of products a thread, not a warp.
+    """
+    if PTX:
+        agreed = tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.le.s32 p, $1, $2;  vote.sync.all.pred p, p, 0xffffffff;  selp.s32 $0, 1, 0, p;
+            }""",
+            "=r,r,r",
+            [x, most],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return agreed != 0
+    else:
+        return x <= most

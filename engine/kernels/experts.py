@@ -107,6 +107,15 @@ def _four(a, b, c, d, ROWS: tl.constexpr):
 
 
 @triton.jit
+def columns_of(at, exists, TILE: tl.constexpr):
+    """Return columns at addresses; anything where they do not exist and tiles are wide: a mask is many predicates."""
+    if TILE <= 32:
+        return tl.load(at, mask=exists[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def product(
     W, S, X, row, column, exists,
     K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
@@ -114,8 +123,9 @@ def product(
 ):  # fmt: skip
     """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
 
-    `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are zero. PARTS (1, 2, 8): in
-    how many products 128 columns are multiplied; sums have the same order.
+    `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are anything, but there
+    is a row of X to read for them. PARTS (1, 2, 8): in how many products 128 columns are multiplied; sums have the same
+    order.
     """
     group = tl.arange(0, 4)
     word = group[None, :, None] * 4 + group[None, None, :]
@@ -129,15 +139,14 @@ def product(
         weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
         at = X + column[None, :] * K + start + tl.arange(0, 128 // PARTS)[:, None]
         if PARTS == 1:
-            total = tl.dot(joined_planes(weights, ROWS), tl.load(at, mask=exists[None, :], other=0.0), total)
+            total = tl.dot(joined_planes(weights, ROWS), columns_of(at, exists, TILE), total)
         elif PARTS == 2:
-            left = tl.load(at, mask=exists[None, :], other=0.0)
-            right = tl.load(at + 64, mask=exists[None, :], other=0.0)
+            left, right = columns_of(at, exists, TILE), columns_of(at + 64, exists, TILE)
             total = tl.dot(_four(weights[0], weights[1], weights[2], weights[3], ROWS), left, total)
             total = tl.dot(_four(weights[4], weights[5], weights[6], weights[7], ROWS), right, total)
         else:
             for n in tl.static_range(8):
-                x = tl.load(at + n * 16, mask=exists[None, :], other=0.0)
+                x = columns_of(at + n * 16, exists, TILE)
                 total = tl.dot(tl.reshape(grouped_plane(weights[n], ROWS), (ROWS, 16)), x, total)
     return total
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
+from engine.kernels.device import all_agree
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
 from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
@@ -20,7 +21,7 @@ def _tile_down(
     place = first + tl.arange(0, TILE)
     exists = place < last
     pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
-    total = product(W, WS, X, row, place.to(tl.int64), exists, K, ROWS, TILE, PARTS, UNROLL, PTX)
+    total = product(W, WS, X, row, tl.minimum(place, last - 1).to(tl.int64), exists, K, ROWS, TILE, PARTS, UNROLL, PTX)
     made = tl.trans(total.to(tl.bfloat16))
     tl.store(OUT + pair[:, None] * D + column[None, :], made, mask=exists[:, None])
 
@@ -38,7 +39,7 @@ def _experts_down(
         words, scales, held = shard_of(W, WS, expert, each, SHARDED)
         column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         row = held.to(tl.int64) * D + column
-        if last - first <= NARROW:
+        if all_agree(last - first, NARROW, PTX):
             _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, PARTS, UNROLL, PTX)
         elif NARROW < TILE:
             _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, PARTS, UNROLL, PTX)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import q8_code
+from engine.kernels.device import all_agree, q8_code
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
 from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
@@ -51,7 +51,7 @@ def _experts_up(
         at = tl.arange(0, 2 * HALF)
         # Gates, then what they gate: the same columns of the result are in one program.
         row = held.to(tl.int64) * (2 * INNER) + tl.program_id(0) * HALF + at // HALF * INNER + at % HALF
-        if last - first <= NARROW:
+        if all_agree(last - first, NARROW, PTX):
             _tile_up(X, ORDER, words, scales, ROUTE, H, HS, limit, first, last, row,
                      K, INNER, TOP_K, HALF, NARROW, PARTS, UNROLL, PTX)  # fmt: skip
         elif NARROW < TILE:
