@@ -20,7 +20,7 @@ from benchmarks.kernel_cases_attention import CASES_ATTENTION
 from benchmarks.kernel_cases_sampling import CASES_SAMPLING
 from benchmarks.kernel_cases_step import STEP_CASES
 from benchmarks.kernel_cases_v41 import V41_CASES
-from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8, thirds
+from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8
 from engine.kernels.reference.sort_routes import sort_routes
 from engine.kernels.shards import Shards, shards_of
 

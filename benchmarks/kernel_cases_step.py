@@ -1,13 +1,13 @@
-"""Cases of the ops that lay out a V4.1 step: its tokens and entries, turns, n-grams, chosen entries, collapsed streams."""
+"""Cases of a V4.1 step's layout (tokens, entries, turns, n-grams, chosen entries) and of its residual streams."""
 
 import torch
 
 from benchmarks.kernel_case import NEAR_BF16, Case, Inputs, close, exact, few_bytes, normal, size_of
-from engine.kernels.reference.formats import q8
+from engine.kernels.reference.formats import q8, thirds
 from engine.kernels.reference.lay_tokens import lay_tokens
 
 Size = dict[str, int]
-_IMAGE, _PAGE, _VOCAB = 5, 256, 40
+_IMAGE, _PAGE, _VOCAB, _EPS = 5, 256, 40, 1e-20
 
 
 def _laid(g: torch.Generator, size: Size) -> tuple[torch.Tensor, ...]:
@@ -64,11 +64,33 @@ def _block_entries(g: torch.Generator, size: Size) -> Inputs:
     return Inputs((columns, chosen, 8), least_bytes=2 * size_of(columns) + 4 * t * min(k, blocks))
 
 
+def _norm_weights(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return 1 + 0.1 * torch.randn(*shape, generator=g, device=g.device)
+
+
+def _mix_streams(g: torch.Generator, size: Size) -> Inputs:
+    t, d = size["t"], size["d"]
+    y, x = normal(g, t, d), normal(g, t, 4, d)
+    post, pre, comb = (torch.rand(t, *shape, generator=g, device=g.device) for shape in ((4,), (4,), (4, 4)))
+    pairs = normal(g, t * size["k"], d) if "k" in size else None
+    moved = size_of(y, x, post, pre, comb) + size_of(x, y) + t * d * 33 // 32 + 2 * t * d * size.get("k", 0)
+    return Inputs((y, x, post, comb, pre, _norm_weights(g, d), _EPS, pairs), least_bytes=moved)
+
+
+def _stream_coefficients(g: torch.Generator, size: Size) -> Inputs:
+    t, d = size["t"], size["d"]
+    x = normal(g, t, 4, d)
+    fn = thirds(torch.randn(24, 4 * d, generator=g, device=g.device) * (4 * d) ** -0.5)
+    scale, base = _norm_weights(g, 3), 0.3 * torch.randn(24, generator=g, device=g.device)
+    moved = size_of(x, fn) + t * 24 * 4
+    return Inputs((x, fn, scale, base, _EPS, 1e-6), least_bytes=moved, flops=2.0 * t * 4 * d * 24)
+
+
 def _collapse_streams(g: torch.Generator, size: Size) -> Inputs:
     t, d = size["t"], size["d"]
     x, pre = normal(g, t, 4, d), torch.rand(t, 4, generator=g, device=g.device)
-    weight = 1 + 0.1 * torch.randn(d, generator=g, device=g.device)
-    return Inputs((x, pre, weight, 1e-20), least_bytes=size_of(x, pre, weight) + t * d * 97 // 32)
+    weight = _norm_weights(g, d)
+    return Inputs((x, pre, weight, _EPS), least_bytes=size_of(x, pre, weight) + t * d * 97 // 32)
 
 
 def _transposed(got: torch.Tensor, want: torch.Tensor) -> str | None:
@@ -77,12 +99,38 @@ def _transposed(got: torch.Tensor, want: torch.Tensor) -> str | None:
 
 
 def _codes_of_normed(outputs: tuple[torch.Tensor, ...]) -> str | None:
-    """Codes and scales are exactly those of the bfloat16 output."""
-    want = q8(outputs[0])
-    return exact(outputs[1], want[0]) or exact(outputs[2], want[1])
+    """Codes and scales are exactly those of the bfloat16 output, the last three."""
+    *_, normed, codes, scales = outputs
+    want = q8(normed)
+    return exact(codes, want[0]) or exact(scales, want[1])
 
+
+FLOAT = close(2e-5, 2e-6)
+"""float32 products in another order, through sigmoids and twenty normalisations."""
 
 STEP_CASES = (
+    Case(
+        "mix_streams",
+        _mix_streams,
+        (exact, NEAR_BF16, few_bytes(0.01), few_bytes(0.01)),
+        small=({"t": 2, "d": 96}, {"t": 1, "d": 1056}, {"t": 3, "d": 160, "k": 2}),
+        large=(
+            {"t": 8, "d": 5120},
+            {"t": 8, "d": 5120, "k": 6},
+            {"t": 256, "d": 5120},
+            {"t": 8192, "d": 5120},
+            {"t": 8192, "d": 5120, "k": 6},
+        ),
+        compiled=({"t": 8, "d": 5120}, {"t": 8, "d": 5120, "k": 6}),
+        consistent=_codes_of_normed,
+    ),
+    Case(
+        "stream_coefficients",
+        _stream_coefficients,
+        (FLOAT, FLOAT, FLOAT),
+        small=({"t": 3, "d": 512}, {"t": 2, "d": 128}),
+        large=({"t": 8, "d": 5120}, {"t": 256, "d": 5120}, {"t": 8192, "d": 5120}),
+    ),
     Case(
         "lay_tokens",
         _lay_tokens,
