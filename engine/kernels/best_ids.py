@@ -83,9 +83,14 @@ def scaled_keys(raw, temperature):
 @triton.jit
 def raw_of(key, temperature):
     """Return the lowest logits [n] whose scaled keys reach each of `key` [n]."""
-    low = tl.full(key.shape, LOWEST, tl.int64)
-    high = tl.full(key.shape, INFINITE, tl.int64)
-    for _step in range(32):
+    near = key_of(value_of(key) * temperature).to(tl.int64)
+    low, high = near - 8, near + 8
+    # Rounding moves it by a step or two; around zero, where quotients vanish, by any number.
+    sure = (scaled_keys(value_of(low.to(tl.uint32)), temperature) < key) & (high <= INFINITE)
+    sure &= scaled_keys(value_of(high.to(tl.uint32)), temperature) >= key
+    low = tl.where(sure, low, LOWEST).to(tl.int64)
+    high = tl.where(sure, high, INFINITE).to(tl.int64)
+    for _step in range(tl.max(tl.where(sure, 5, 32), axis=0)):
         middle = (low + high) >> 1
         reaches = scaled_keys(value_of(middle.to(tl.uint32)), temperature) >= key
         high = tl.where(reaches, middle, high)
