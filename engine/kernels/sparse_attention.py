@@ -22,6 +22,8 @@ from engine.kernels.sparse_attention_upright import upright
 class Shape(NamedTuple):
     """How a launch is cut."""
 
+    heads: int
+    """Heads that products take, at least those there are."""
     tile: int
     """Keys at a time."""
     warps: int
@@ -35,12 +37,17 @@ class Shape(NamedTuple):
     merge_pdl: bool
 
 
-def shape_of(window: int, top: int, splits: int, *, upright: bool) -> Shape:
-    """Return the shape of a launch of `window` and `top` keys a row in `splits` parts: nothing of the batch, for a row's bits."""
+def shape_of(heads: int, window: int, top: int, splits: int, *, upright: bool) -> Shape:
+    """Return the shape of a launch of `window` and `top` keys a row in `splits` parts: nothing of the batch, so that a
+    row's bits do not depend on it.
+    """
     tile = 64
-    if not upright and chip.speaks_ptx() and window % 128 == top % 128 == (window + top) // 128 % splits == 0:
-        tile = 128
-    return Shape(tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps())
+    # Fewer heads are multiplied by other instructions, for which keys lie in shared memory twice.
+    if heads >= 64 and not upright and chip.speaks_ptx():
+        tile = 128 if window % 128 == top % 128 == (window + top) // 128 % splits == 0 else 64
+    return Shape(
+        heads, tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps()
+    )
 
 
 @triton.jit
@@ -48,16 +55,18 @@ def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LAZ
     """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
 
     Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
-    the same: so it is hidden from the second in a loop of one turn (`once` is 1).
+    the same: so it is hidden from the second by a loop of one turn (`once` is 1) that holds no product, because the
+    product must not wait for registers that are carried into a loop.
     """
     H: tl.constexpr = queries.shape[0]
     TILE: tl.constexpr = keys.shape[0]
+    raw = tl.dot(queries, tl.trans(keys))
     scores = tl.zeros((H, TILE), tl.float32)
     for _ in tl.range(0, once):
-        scores = tl.dot(queries, tl.trans(keys), scores)
+        scores = raw * (SCALE * UNPLANED)
     scores = tl.where(valid[None, :], scores, float("-inf"))
-    new = tl.maximum(most, tl.max(scores, axis=1) * (SCALE * UNPLANED))
-    weights = tl.exp2(scores * (SCALE * UNPLANED) - new[:, None])
+    new = tl.maximum(most, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new[:, None])
     old = tl.exp2(most - new)
     if LAZY:
         grouped = tl.reshape(weights, (H, 2, TILE // 16, 4, 2))
@@ -157,14 +166,15 @@ def _finished(o, total, COS, SIN, row, ROWS: tl.constexpr, D: tl.constexpr, ROPE
 def _sparse_attention(
     Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, PARTS, SIZES,
     capacity, record_stride, entry_stride, page_stride, per_page,
-    H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
     AHEAD: tl.constexpr, LAZY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    head = tl.arange(0, H)
+    head = tl.arange(0, HEADS)
+    here = head < H
     whole = head[:, None] * D + tl.arange(0, D)[None, :]
     ALL: tl.constexpr = WINDOW // TILE + TOP // TILE
     begin = split * ALL // SPLITS
@@ -184,10 +194,13 @@ def _sparse_attention(
         far = tl.maximum(begin - WINDOW // TILE, 0)
         far_end = end - WINDOW // TILE
         fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE, AHEAD)
-        queries = tl.load(Q + row * (H * D) + whole)
-        o = tl.zeros((H, D), tl.float32)
-        most = tl.full((H,), -1e30, tl.float32)
-        total = tl.zeros((H, 2, 4) if LAZY else (H,), tl.float32)
+        if HEADS > H:
+            queries = tl.load(Q + row * (H * D) + whole, mask=here[:, None], other=0.0)
+        else:
+            queries = tl.load(Q + row * (H * D) + whole)
+        o = tl.zeros((HEADS, D), tl.float32)
+        most = tl.full((HEADS,), -1e30, tl.float32)
+        total = tl.zeros((HEADS, 2, 4) if LAZY else (HEADS,), tl.float32)
         once = tl.minimum(end - begin, 1)
         most, total, o = _near(
             queries, ring, position, floor, most, total, o, begin, tl.minimum(end, WINDOW // TILE), once, capacity,
@@ -200,13 +213,13 @@ def _sparse_attention(
         if LAZY:
             total = tl.sum(tl.sum(total, axis=2), axis=1)
     if SPLITS == 1:
-        total += tl.exp2(tl.load(SINK + head) * 1.4426950408889634 - most)
-        tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, H, D, ROPE))
+        total += tl.exp2(tl.load(SINK + head, mask=here, other=0.0) * 1.4426950408889634 - most)
+        tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, HEADS, D, ROPE), mask=here[:, None])
     else:
         part = row * SPLITS + split
-        tl.store(SIZES + part * (2 * H) + head, most)
-        tl.store(SIZES + part * (2 * H) + H + head, total)
-        tl.store(PARTS + part * (H * D) + whole, o)
+        tl.store(SIZES + part * (2 * H) + head, most, mask=here)
+        tl.store(SIZES + part * (2 * H) + H + head, total, mask=here)
+        tl.store(PARTS + part * (H * D) + whole, o, mask=here[:, None])
 
 
 @triton.jit
@@ -262,7 +275,7 @@ def sparse_attention(
     """
     rows, heads, width = queries.shape
     ptx, upright = chip.speaks_ptx(), chip.has_tensor_memory(queries.device)
-    shape = shape_of(window, selection.shape[1], splits, upright=upright)
+    shape = shape_of(heads, window, selection.shape[1], splits, upright=upright)
     ring, words = ring.view(torch.int64 if upright else torch.int32), entries.view(torch.int32)
     out = torch.empty_like(queries)
     parts = sizes = out
@@ -272,7 +285,7 @@ def sparse_attention(
     _sparse_attention[(rows, splits)](
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
         ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
-        H=heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
+        H=heads, HEADS=shape.heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
         SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, AHEAD=shape.ahead,
         LAZY=shape.lazy, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
     )  # fmt: skip
