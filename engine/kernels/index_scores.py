@@ -12,7 +12,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED, fp4_bytes, fp4_quarters, inverse_power, joined_quarters, plane_scale, power
-from engine.kernels.overlap import after_kernels_before, options, overlaps
+from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
 
 _PROGRAMS = 528
 """Programs that a GPU of 132 multiprocessors holds: longer runs of tiles share one loading of the queries."""
@@ -178,8 +178,8 @@ def _index_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
     page_stride, code_stride, scale_stride, score_stride,
     EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
-    PTX: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FETCHED: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     sequence = tl.program_id(1)
@@ -200,6 +200,12 @@ def _index_scores(
         place = begin // PER_PAGE + held
         wanted = place * PER_PAGE < begin + num_tiles * TILE
         pages = tl.load(PAGES + sequence * page_stride + place, mask=wanted, other=0)
+        # The first tiles come while queries do.
+        for tile in tl.static_range(FETCHED):
+            first = begin + tile * TILE
+            page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
+            lines = first % PER_PAGE + tl.arange(0, TILE // 2) * 2
+            fetch_ahead(CODES + page * code_stride + lines * (KEY // 4))
     queries = tl.trans(query_quarters(HEADS, at, used, PADDED * H, KEY))
     # Stages said here: all loads are fetched ahead, also those that no product reads.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
@@ -237,6 +243,8 @@ class Shape(NamedTuple):
     """The most a thread may have."""
     held: bool
     """Load a program's page numbers (of 32 pages at most) once, instead of for every tile."""
+    fetched: int
+    """Tiles that are asked for before the queries, if `held`; NVIDIA only."""
 
 
 def shape_of(sequences: int, entries: int, padded: int) -> Shape:
@@ -250,6 +258,7 @@ def shape_of(sequences: int, entries: int, padded: int) -> Shape:
         stages=4,
         narrow=False,
         held=True,
+        fetched=0,
         registers=None,
         pdl=overlaps(),
     )
@@ -282,6 +291,8 @@ def index_scores(
         (key_scales.view(torch.int32) if shape.narrow else key_scales),
     )
     more = {} if shape.registers is None else {"maxnreg": shape.registers}
+    if not shape.narrow:
+        more["FETCHED"] = shape.fetched
     (_index_bytes if shape.narrow else _index_scores)[grid](
         heads, weights, codes, scales, pages, visible, scores,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
