@@ -89,10 +89,11 @@ class DeviceDeepseekModel(PackedModel):
                 captures.append(flow.streams.float().mean(1))
             layer.attention.write_entries(flow.inputs, run)
             if layer.plan.index == self.config.decoder_start:
+                if step.has_floors:
+                    # Entries are made of rows that the step and `flow` let go of.
+                    self.beside.join()
                 kept = step.enter_decoder()
                 if kept is not None:
-                    # Entries are made of rows that `flow` lets go of.
-                    self.beside.join()
                     if not len(kept):
                         return self._nothing()
                     flow = flow.take(kept)
