@@ -27,21 +27,23 @@ from engine.kernels.shards import Shards
 
 @triton.jit
 def _planes(
-    X, S, OUT, CLEARED, K: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+    X, S, OUT, CLEARED, K: tl.constexpr, WIDTH: tl.constexpr, CLEAR: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < K
-    source = at // 128 * 128 + at % 8 // 2 * 32 + at % 16 // 8 * 16 + at % 2 * 8 + at % 128 // 16
-    values = e4m3_value(tl.load(X + row * K + source, mask=inside, other=0))
-    scales = tl.load(S + row * (K // 32) + source // 32, mask=inside, other=127)
-    values = values * power(scales.to(tl.int32)) * UNPLANED
-    tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
+    group = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    scales = power(tl.load(S + row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)) * UNPLANED
+    values = tl.reshape(e4m3_value(tl.load(X + row * K + at, mask=inside, other=0)), (BLOCK // 32, 32))
+    values = tl.reshape((values * scales[:, None]).to(tl.bfloat16), (BLOCK // 128, 4, 2, 2, 8))
+    tl.store(OUT + row * K + at, tl.reshape(tl.permute(values, (0, 4, 2, 1, 3)), (BLOCK,)), mask=inside)
     if CLEAR:
-        at = tl.arange(0, WIDE)
-        tl.store(CLEARED + row * WIDTH + at, tl.zeros((WIDE,), tl.bfloat16), mask=at < WIDTH)
+        for begin in tl.static_range(0, WIDTH, PARTS * BLOCK):
+            at = begin + part * BLOCK + tl.arange(0, BLOCK)
+            tl.store(CLEARED + row * WIDTH + at, tl.zeros((BLOCK,), tl.bfloat16), mask=at < WIDTH)
 
 
 def planes(codes: torch.Tensor, scales: torch.Tensor, cleared: torch.Tensor | None, *, pdl: bool) -> torch.Tensor:
@@ -52,12 +54,13 @@ def planes(codes: torch.Tensor, scales: torch.Tensor, cleared: torch.Tensor | No
     """
     rows, width = codes.shape
     out = torch.empty(rows, width // 128, 8, 2, 4, 2, dtype=torch.bfloat16, device=codes.device)
-    wide = width if cleared is None else cleared.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    parts = triton.cdiv(width, block)
     if rows:
-        _planes[(rows,)](
-            codes, scales, out, out if cleared is None else cleared, K=width, BLOCK=triton.next_power_of_2(width),
-            WIDTH=wide, WIDE=triton.next_power_of_2(wide), CLEAR=cleared is not None, PDL=pdl, num_warps=8,
-            **options(pdl),
+        _planes[(rows, parts)](
+            codes, scales, out, out if cleared is None else cleared, K=width,
+            WIDTH=width if cleared is None else cleared.shape[1], CLEAR=cleared is not None, PARTS=parts, BLOCK=block,
+            PDL=pdl, num_warps=4, **options(pdl),
         )  # fmt: skip
     return out
 
