@@ -204,7 +204,7 @@ def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
     b, each, n, top, heads = size["b"], size["rows"], size["n"], size["k"], size["h"]
     t, per_page, held = b * each, 128, -(-n // 128)
     queries = (2 * torch.randn(t, heads, 512, generator=g, device=g.device)).bfloat16()
-    ring = poisoned(b, 134, 528, stride=20 * 134 * 528, device=g.device)
+    ring = poisoned(b, 134, 528, stride=size.get("layers", 20) * 134 * 528, device=g.device)
     ring.copy_(torch.cat(q8(torch.randn(b, 134, 512, generator=g, device=g.device)), -1))
     entries = poisoned(b * held + 1, per_page, 288, stride=per_page * 356, device=g.device)
     entries.copy_(torch.cat(q4kv(torch.randn(b * held + 1, per_page, 512, generator=g, device=g.device)), -1))
@@ -347,6 +347,7 @@ CASES = (
             {"b": 8, "rows": 4, "n": 8192, "k": 512, "h": 64, "splits": 4},
             {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1},
             {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
+            {"b": 8, "rows": 150, "n": 1024, "k": 0, "h": 16, "splits": 1, "layers": 1},
         ),
         compiled=tuple({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": splits} for splits in (4, 1)),
         by_chip=True,

@@ -63,10 +63,9 @@ def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LAZ
     raw = tl.dot(queries, tl.trans(keys))
     scores = tl.zeros((H, TILE), tl.float32)
     for _ in tl.range(0, once):
-        scores = raw * (SCALE * UNPLANED)
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    new = tl.maximum(most, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new[:, None])
+        scores = tl.where(valid[None, :], raw, float("-inf"))
+    new = tl.maximum(most, tl.max(scores, axis=1) * (SCALE * UNPLANED))
+    weights = tl.exp2(scores * (SCALE * UNPLANED) - new[:, None])
     old = tl.exp2(most - new)
     if LAZY:
         grouped = tl.reshape(weights, (H, 2, TILE // 16, 4, 2))
@@ -165,8 +164,8 @@ def _finished(o, total, COS, SIN, row, ROWS: tl.constexpr, D: tl.constexpr, ROPE
 @triton.jit
 def _sparse_attention(
     Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, PARTS, SIZES,
-    capacity, record_stride, entry_stride, page_stride, per_page,
-    H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
+    capacity, record_units, entry_units, page_stride, per_page,
+    UNIT: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
     AHEAD: tl.constexpr, LAZY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,6 +175,8 @@ def _sparse_attention(
     head = tl.arange(0, HEADS)
     here = head < H
     whole = head[:, None] * D + tl.arange(0, D)[None, :]
+    record_stride = record_units * UNIT
+    entry_stride = entry_units * UNIT
     ALL: tl.constexpr = WINDOW // TILE + TOP // TILE
     begin = split * ALL // SPLITS
     end = (split + 1) * ALL // SPLITS
@@ -277,6 +278,8 @@ def sparse_attention(
     ptx, upright = chip.speaks_ptx(), chip.has_tensor_memory(queries.device)
     shape = shape_of(heads, window, selection.shape[1], splits, upright=upright)
     ring, words = ring.view(torch.int64 if upright else torch.int32), entries.view(torch.int32)
+    # Known to be multiples of 16 bytes, rows are read 16 bytes at a time.
+    unit = 4 if not upright and ring.stride(0) % 4 == words.stride(0) % 4 == 0 else 1
     out = torch.empty_like(queries)
     parts = sizes = out
     if splits > 1:
@@ -284,8 +287,8 @@ def sparse_attention(
         sizes = torch.empty(rows, splits, 2, heads, dtype=torch.float32, device=queries.device)
     _sparse_attention[(rows, splits)](
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
-        ring.shape[1], ring.stride(0), words.stride(0), pages.stride(0), entries.shape[1],
-        H=heads, HEADS=shape.heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
+        ring.shape[1], ring.stride(0) // unit, words.stride(0) // unit, pages.stride(0), entries.shape[1],
+        UNIT=unit, H=heads, HEADS=shape.heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
         SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, AHEAD=shape.ahead,
         LAZY=shape.lazy, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
     )  # fmt: skip

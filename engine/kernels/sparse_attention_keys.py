@@ -17,8 +17,8 @@ def window_keys(slot, valid, TILE: tl.constexpr, D: tl.constexpr, PTX: tl.conste
     scales = tl.load(at, mask=valid[:, None], other=127).to(tl.int32)[:, :, None]
     if PTX:
         # Bits of e4m3 where bfloat16 has them are 2^-120 of the value, subnormals too.
-        lifted = ((scales + 60).to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        return _joined4(_bytes(words, tl.broadcast_to(lifted, (TILE, D // 32, 8))), TILE, D)
+        p0, p1 = _bytes(words, tl.broadcast_to(_doubled(power(scales + 60)), (TILE, D // 32, 8)))
+        return tl.reshape(_pairs(tl.join(p0, p1)), (TILE, D))
     else:
         wide = power(scales - 60)
         even = tl.join(_value(words, wide), _value(words >> 16, wide))
@@ -33,35 +33,37 @@ def _value(words, scales):
 
 @triton.jit
 def _bytes(words, scales):
-    """Return four bfloat16 tensors of the shape of `words` int32: bytes as e4m3, times 2^-120 of bfloat16 `scales`.
-
-    Both values of a register are of one word: tensor k has at word 2 i + h the byte 2 k + h of words 2 i and 2 i + 1.
+    """Return two int32 tensors of the shape of `words` int32: pairs of bytes as e4m3, as bfloat16 2^-120 of the values
+    times bfloat16 scales, of which `scales` int32 hold two each.
     """
     return tl.inline_asm_elementwise(
         """{
             .reg .b32 a, b;
-            prmt.b32 a, $4, 0, 0x1100; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $6;
-            prmt.b32 a, $4, 0, 0x3322; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $6;
-            prmt.b32 a, $5, 0, 0x1100; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $2, a, $6;
-            prmt.b32 a, $5, 0, 0x3322; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $3, a, $6;
+            prmt.b32 a, $2, 0, 0x1100; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $3;
+            prmt.b32 a, $2, 0, 0x3322; shl.b32 b, a, 4; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x07F007F0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $3;
             }""",
-        "=&r,=&r,=&r,=&r,r,r,r",
+        "=&r,=&r,r,r",
         [words, scales],
-        dtype=(tl.bfloat16,) * 4,
+        dtype=(tl.int32,) * 2,
         is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
 @triton.jit
-def _joined4(p, TILE: tl.constexpr, D: tl.constexpr):
-    """Return [TILE, D] of what `_bytes` returns."""
-    every = tl.reshape(tl.join(tl.join(p[0], p[2]), tl.join(p[1], p[3])), (TILE, D // 32, 4, 2, 4))
-    return tl.reshape(tl.permute(every, (0, 1, 2, 4, 3)), (TILE, D))
+def _pairs(p):
+    """Return bfloat16 [.., 2] of int32 that hold two each."""
+    low, high = (p & 0xFFFF).to(tl.int16), (p >> 16).to(tl.int16)
+    return tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _doubled(scales):
+    """Return int32 that hold twice, as bfloat16, what positive float32 `scales` of as few bits are."""
+    bits = scales.to(tl.int32, bitcast=True)
+    return bits | (bits >> 16)
 
 
 @triton.jit
@@ -79,7 +81,8 @@ def entry_keys(words, packed, TILE: tl.constexpr, D: tl.constexpr, PTX: tl.const
     code = ((packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).to(tl.uint8)
     scales = _twice(e4m3_value(code), TILE, D)
     if PTX:
-        return _joined8(_nibbles(words, (scales * 7.378697629483821e19).to(tl.bfloat16)), TILE, D)  # times 2^66
+        p0, p1, p2, p3 = _nibbles(words, _doubled(scales * 7.378697629483821e19))  # times 2^66
+        return tl.reshape(_pairs(tl.join(tl.join(p0, p2), tl.join(p1, p3))), (TILE, D))
     else:
         wide = scales * 8.673617379884035e-19  # 2^-60
         p0, p4 = _code(words, wide), _code(words >> 16, wide)
@@ -104,43 +107,25 @@ def _code(words, scales):
 
 @triton.jit
 def _nibbles(words, scales):
-    """Return eight bfloat16 tensors of the shape of `words` int32: nibbles as e2m1, times 2^-126 of bfloat16 `scales`.
-
-    As `_bytes`: tensor k has at word 2 i + h the nibble 2 k + h of words 2 i and 2 i + 1, whose scales are equal.
+    """Return four int32 tensors of the shape of `words` int32: pairs of nibbles as e2m1, as bfloat16 2^-126 of the values
+    times bfloat16 scales, of which `scales` int32 hold two each.
     """
     return tl.inline_asm_elementwise(
         """{
-            .reg .b32 a, b, u, v;
-            shf.l.wrap.b32 u, $8, $8, 4; shf.l.wrap.b32 v, $9, $9, 4;
-            prmt.b32 a, u, $8, 0x4104; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $10;
-            prmt.b32 a, u, $8, 0x5215; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $10;
-            prmt.b32 a, u, $8, 0x6326; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $2, a, $10;
-            prmt.b32 a, u, $8, 0x7037; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $3, a, $10;
-            prmt.b32 a, v, $9, 0x4104; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $4, a, $10;
-            prmt.b32 a, v, $9, 0x5215; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $5, a, $10;
-            prmt.b32 a, v, $9, 0x6326; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $6, a, $10;
-            prmt.b32 a, v, $9, 0x7037; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $7, a, $10;
+            .reg .b32 a, b, u;
+            shf.l.wrap.b32 u, $4, $4, 4;
+            prmt.b32 a, u, $4, 0x4104; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $0, a, $5;
+            prmt.b32 a, u, $4, 0x5215; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $1, a, $5;
+            prmt.b32 a, u, $4, 0x6326; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $2, a, $5;
+            prmt.b32 a, u, $4, 0x7037; shl.b32 b, a, 6; and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x01C001C0; or.b32 a, a, b; mul.rn.bf16x2 $3, a, $5;
             }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        "=&r,=&r,=&r,=&r,r,r",
         [words, scales],
-        dtype=(tl.bfloat16,) * 8,
+        dtype=(tl.int32,) * 4,
         is_pure=True,
-        pack=2,
+        pack=1,
     )
-
-
-@triton.jit
-def _joined8(p, TILE: tl.constexpr, D: tl.constexpr):
-    """Return [TILE, D] of what `_nibbles` returns."""
-    even = tl.join(tl.join(p[0], p[4]), tl.join(p[2], p[6]))
-    odd = tl.join(tl.join(p[1], p[5]), tl.join(p[3], p[7]))
-    every = tl.reshape(tl.join(even, odd), (TILE, D // 64, 4, 2, 8))
-    return tl.reshape(tl.permute(every, (0, 1, 2, 4, 3)), (TILE, D))
