@@ -187,10 +187,11 @@ def _sparse_attention(
             H, D, WINDOW, TOP, TILE, SCALE, PTX,
         )  # fmt: skip
     else:
+        # Volatile, they are not put off until the queries have come.
+        position = tl.load(POSITIONS + row, volatile=True)
+        floor = tl.maximum(tl.load(FLOORS + row, volatile=True), 0)
+        ring = RING + tl.load(RECORD + row, volatile=True) * record_stride
         pages = PAGES + tl.load(OWNER + row) * page_stride
-        position = tl.load(POSITIONS + row)
-        floor = tl.maximum(tl.load(FLOORS + row), 0)
-        ring = RING + tl.load(RECORD + row) * record_stride
         selection = SELECTION + row * TOP
         far = tl.maximum(begin - WINDOW // TILE, 0)
         far_end = end - WINDOW // TILE
