@@ -266,15 +266,20 @@ CASES = (
         "index_scores",
         _index_scores,
         (_scores_close,),
-        small=({"b": 2, "rows": 1, "n": 130, "m": 2}, {"b": 1, "rows": 3, "n": 300, "m": 1}),
+        small=(
+            {"b": 2, "rows": 1, "n": 130, "m": 2},
+            {"b": 1, "rows": 3, "n": 300, "m": 1},
+            {"b": 2, "rows": 6, "n": 1000, "m": 2},
+        ),
         large=(
             {"b": 8, "rows": 1, "n": 65536, "m": 2},
             {"b": 32, "rows": 1, "n": 65536, "m": 2},
             {"b": 8, "rows": 4, "n": 65536, "m": 2},
+            {"b": 8, "rows": 6, "n": 65536, "m": 2},
             {"b": 8, "rows": 1, "n": 131072, "m": 1},
             {"b": 64, "rows": 1, "n": 4096, "m": 2},
         ),
-        compiled=({"b": 2, "rows": 1, "n": 256, "m": 2},),
+        compiled=({"b": 2, "rows": 1, "n": 256, "m": 2}, {"b": 2, "rows": 6, "n": 256, "m": 2}),
     ),
     Case(
         "select_top",

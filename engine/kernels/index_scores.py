@@ -4,6 +4,7 @@
 Entries are the rows of the matrix product, so that unpacked keys need not leave registers, and heads its columns.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -174,24 +175,54 @@ def _index_bytes(
 
 
 @triton.jit
-def _index_scores(
-    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
-    page_stride, code_stride, scale_stride, score_stride,
-    EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FETCHED: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    after_kernels_before(PDL)
-    sequence = tl.program_id(1)
-    row = tl.arange(0, PADDED)
-    seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
-    begin = tl.program_id(0) * (TILE * TILES)
-    num_tiles = tl.minimum(tl.cdiv(tl.max(seen, axis=0) - begin, TILE), TILES)
-    column = tl.arange(0, PADDED * H)
+def part_of(
+    HEADS, WEIGHTS, VISIBLE, sequence, first, EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr
+):
+    """Return bfloat16 [KEY, ROWS * H] of the queries of some rows of a sequence, their weights, and what rows see.
+
+    Absent ones are zero.
+    """
+    column = first * H + tl.arange(0, ROWS * H)
     used = column < EACH * H
     at = sequence * (EACH * H) + column
     # Positive parts are doubled below.
     weight = tl.load(WEIGHTS + at, mask=used, other=0.0) * (0.5 * UNPLANED)
+    row = first + tl.arange(0, ROWS)
+    seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
+    return tl.trans(query_quarters(HEADS, at, used, ROWS * H, KEY)), weight, seen
+
+
+@triton.jit
+def store_part(
+    keys, queries, weight, seen, SCORES, score_stride, sequence, first, place,
+    EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store the scores of entries `place` for some rows of a sequence."""
+    products = tl.dot(keys, queries)
+    # Twice the positive part: the addition takes a magnitude for nothing, a maximum has half its rate.
+    products = (products + tl.abs(products)) * weight[None, :]
+    scores = tl.sum(tl.reshape(products, (TILE, ROWS, H)), axis=2)
+    row = first + tl.arange(0, ROWS)
+    where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + place[:, None]
+    tl.store(where, scores, mask=place[:, None] < seen[None, :])
+
+
+@triton.jit
+def _index_scores(
+    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
+    page_stride, code_stride, scale_stride, score_stride, SHIFTS,
+    EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FETCHED: tl.constexpr,
+    WORDS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    after_kernels_before(PDL)
+    sequence = tl.program_id(1)
+    begin = tl.program_id(0) * (TILE * TILES)
+    # One by one: so the compiler knows that all threads go through as many tiles.
+    visible = tl.load(VISIBLE + sequence * EACH)
+    for each in tl.static_range(1, EACH):
+        visible = tl.maximum(visible, tl.load(VISIBLE + sequence * EACH + each))
+    num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
     inside = tl.arange(0, TILE)
     group = tl.arange(0, 4)
     half = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
@@ -206,7 +237,13 @@ def _index_scores(
             page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
             lines = first % PER_PAGE + tl.arange(0, TILE // 2) * 2
             fetch_ahead(CODES + page * code_stride + lines * (KEY // 4))
-    queries = tl.trans(query_quarters(HEADS, at, used, PADDED * H, KEY))
+    if WORDS:
+        shifts = tl.load(SHIFTS + group)
+    # Rows of a sequence in one part or two, whose products leave enough registers.
+    ROWS: tl.constexpr = PADDED // PARTS
+    queries, weight, seen = part_of(HEADS, WEIGHTS, VISIBLE, sequence, 0, EACH, ROWS, H, KEY)
+    if PARTS == 2:
+        queries2, weight2, seen2 = part_of(HEADS, WEIGHTS, VISIBLE, sequence, ROWS, EACH, ROWS, H, KEY)
     # Stages said here: all loads are fetched ahead, also those that no product reads.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
@@ -217,14 +254,19 @@ def _index_scores(
             page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
         entry = first % PER_PAGE + inside
         codes = tl.load(CODES + (page * code_stride + entry * (KEY // 4))[:, None, None] + half)
-        scales = plane_scale(tl.load(SCALES + (page * scale_stride + entry * 4)[:, None] + group[None, :]))
-        keys = fp4_quarters(codes, tl.broadcast_to(tl.expand_dims(scales, 2), (TILE, 4, 8)), PTX)
-        products = tl.dot(joined_quarters(keys, TILE), queries)
-        # Twice the positive part: the addition takes a magnitude for nothing, a maximum has half its rate.
-        products = (products + tl.abs(products)) * weight[None, :]
-        scores = tl.sum(tl.reshape(products, (TILE, PADDED, H)), axis=2)
-        where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + (first + inside)[:, None]
-        tl.store(where, scores, mask=(first + inside)[:, None] < seen[None, :])
+        if WORDS:
+            # More threads than entries could not fetch their bytes ahead. Shifts that are loaded may have any layout.
+            scales = (tl.load(SCALES + page * scale_stride + entry)[:, None] >> shifts[None, :]) & 255
+        else:
+            scales = tl.load(SCALES + (page * scale_stride + entry * 4)[:, None] + group[None, :])
+        spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 8))
+        keys = joined_quarters(fp4_quarters(codes, spread, PTX), TILE)
+        entries = first + inside
+        store_part(keys, queries, weight, seen, SCORES, score_stride, sequence, 0, entries, EACH, ROWS, H, TILE)
+        if PARTS == 2:
+            store_part(
+                keys, queries2, weight2, seen2, SCORES, score_stride, sequence, ROWS, entries, EACH, ROWS, H, TILE
+            )
 
 
 class Shape(NamedTuple):
@@ -264,6 +306,12 @@ def shape_of(sequences: int, entries: int, padded: int) -> Shape:
     )
 
 
+@functools.cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Return where the bytes of a word begin."""
+    return torch.arange(0, 32, 8, dtype=torch.int32, device=device)
+
+
 def index_scores(
     heads: torch.Tensor,
     weights: torch.Tensor,
@@ -286,13 +334,13 @@ def index_scores(
     per_page = key_codes.shape[1]
     shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
     grid = (triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles), len(pages))
-    codes, scales = (
-        key_codes if shape.narrow else key_codes.view(torch.int16),
-        (key_scales.view(torch.int32) if shape.narrow else key_scales),
-    )
+    words = shape.narrow or 32 * shape.warps > shape.tile
+    codes = key_codes if shape.narrow else key_codes.view(torch.int16)
+    scales = key_scales.view(torch.int32) if words else key_scales
     more = {} if shape.registers is None else {"maxnreg": shape.registers}
     if not shape.narrow:
-        more["FETCHED"] = shape.fetched
+        more |= {"FETCHED": shape.fetched, "WORDS": words, "PARTS": 2 if padded > 4 else 1}
+        more["SHIFTS"] = _shifts(heads.device)
     (_index_bytes if shape.narrow else _index_scores)[grid](
         heads, weights, codes, scales, pages, visible, scores,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
