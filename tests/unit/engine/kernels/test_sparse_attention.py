@@ -39,11 +39,11 @@ for size, changed in (
 """
 
 
-@pytest.mark.timeout(120)
-def test_other_shapes_equal_the_reference_in_the_interpreter():
+def interpreted(*arguments: str) -> None:
+    """Run Python in a process of its own: the interpreter is chosen when kernels are defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", SHAPES],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -52,6 +52,16 @@ def test_other_shapes_equal_the_reference_in_the_interpreter():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_other_shapes_equal_the_reference_in_the_interpreter():
+    interpreted("-c", SHAPES)
+
+
+@pytest.mark.timeout(120)
+def test_keys_are_in_order_where_ptx_unpacks_them():
+    interpreted("-m", "tests.fakes.keys_without_ptx")
 
 
 def bfloat16(bits: int) -> float:
