@@ -159,6 +159,7 @@ def arranged_planes(words, scales, ROWS: tl.constexpr, PTX: tl.constexpr):
     """Return what `fp4_planes` does, of int32 [ROWS, 4, 4] whose bits are placed as `reference.formats.tiled` does.
 
     Sign, exponents and mantissa bit of a code come to where bfloat16 has them by one shift and one three-way operation.
+    A thread's words must come in neighbouring pairs, as words loaded by 8 bytes or more do.
     """
     if PTX:
         return tl.inline_asm_elementwise(

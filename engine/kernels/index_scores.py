@@ -334,6 +334,7 @@ def index_scores(
     per_page = key_codes.shape[1]
     shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
     grid = (triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles), len(pages))
+    held = shape.held and per_page % shape.tile == 0 and shape.tile * shape.tiles <= 32 * per_page
     words = shape.narrow or 32 * shape.warps > shape.tile
     codes = key_codes if shape.narrow else key_codes.view(torch.int16)
     scales = key_scales.view(torch.int32) if words else key_scales
@@ -345,6 +346,6 @@ def index_scores(
         heads, weights, codes, scales, pages, visible, scores,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
         EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
-        STAGES=shape.stages, HELD=shape.held, PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps,
+        STAGES=shape.stages, HELD=held, PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps,
         num_stages=shape.stages, **more, **options(shape.pdl),
     )  # fmt: skip
