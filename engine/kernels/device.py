@@ -158,8 +158,7 @@ def eight(x, ROWS: tl.constexpr, WORDS: tl.constexpr):
 def arranged_planes(words, scales, ROWS: tl.constexpr, PTX: tl.constexpr):
     """Return what `fp4_planes` does, of int32 [ROWS, 4, 4] whose bits are placed as `reference.formats.tiled` does.
 
-    Sign, exponents and mantissa bit of a code come to where bfloat16 has them by one shift and one three-way operation.
-    A thread's words must come in neighbouring pairs, as words loaded by 8 bytes or more do.
+    A shift and one operation bring a code's bits to their places. Threads must have words in pairs, as wide loads do.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -301,7 +300,7 @@ def grouped_quarter(x, ROWS: tl.constexpr):
 
 @triton.jit
 def joined_quarters(q, ROWS: tl.constexpr):
-    """Return [ROWS, 128] of four quarters [ROWS, 4, 8], one grouped quarter after the other: no value leaves its thread.
+    """Return [ROWS, 128] of four quarters [ROWS, 4, 8], one after the other, grouped: no value leaves its thread.
 
     Element k of a row comes to [k % 4, k / 8 % 4, k / 32, k / 4 % 2] of [4, 4, 4, 2].
     """
@@ -312,7 +311,7 @@ def joined_quarters(q, ROWS: tl.constexpr):
 
 @triton.jit
 def all_agree(x, most, PTX: tl.constexpr):
-    """Return whether int32 x, the same in all threads, is at most `most`, as a vote: so that the compiler knows it, too.
+    """Return whether int32 x, the same in all threads, is at most `most`, by a vote: so the compiler knows it, too.
 
     Behind a branch that threads might part at it keeps addresses of products a thread, not a warp.
     """
