@@ -27,8 +27,8 @@ from engine.kernels.shards import Shards
 
 @triton.jit
 def _planes(
-    X, S, OUT, CLEARED, K: tl.constexpr, WIDTH: tl.constexpr, CLEAR: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    X, S, OUT, CLEARED, OFFSETS, K: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr, CLEAR: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -40,27 +40,32 @@ def _planes(
     values = tl.reshape(e4m3_value(tl.load(X + row * K + at, mask=inside, other=0)), (BLOCK // 32, 32))
     values = tl.reshape((values * scales[:, None]).to(tl.bfloat16), (BLOCK // 128, 4, 2, 2, 8))
     tl.store(OUT + row * K + at, tl.reshape(tl.permute(values, (0, 4, 2, 1, 3)), (BLOCK,)), mask=inside)
-    if CLEAR:
-        for begin in tl.static_range(0, WIDTH, PARTS * BLOCK):
-            at = begin + part * BLOCK + tl.arange(0, BLOCK)
-            tl.store(CLEARED + row * WIDTH + at, tl.zeros((BLOCK,), tl.bfloat16), mask=at < WIDTH)
+    if CLEAR:  # noqa: SIM102 - what is a constant is left out, which a compound condition is not
+        # Mostly every pair has an expert, whose result comes here.
+        if tl.load(OFFSETS + E) < tl.num_programs(0):
+            for begin in tl.static_range(0, WIDTH, PARTS * BLOCK):
+                at = begin + part * BLOCK + tl.arange(0, BLOCK)
+                tl.store(CLEARED + row * WIDTH + at, tl.zeros((BLOCK,), tl.bfloat16), mask=at < WIDTH)
 
 
-def planes(codes: torch.Tensor, scales: torch.Tensor, cleared: torch.Tensor | None, *, pdl: bool) -> torch.Tensor:
+def planes(
+    codes: torch.Tensor, scales: torch.Tensor, cleared: tuple[torch.Tensor, torch.Tensor] | None = None, *, pdl: bool
+) -> torch.Tensor:
     """Return bfloat16 [t, K / 128, 8, 2, 4, 2]: 2^60 times the values of e4m3 codes [t, K], exactly.
 
     Element k is at [k / 128, k % 8, k / 16 % 2, k / 32 % 4, k / 8 % 2], as `product` has weights; 128 divides K.
-    `cleared` bfloat16 [t, n], if there is one, becomes zero, which saves a launch.
+    `cleared` bfloat16 [t, n], with the `offsets` of `sort_routes`, becomes zero if some of t pairs have no expert, which
+    saves a launch.
     """
     rows, width = codes.shape
     out = torch.empty(rows, width // 128, 8, 2, 4, 2, dtype=torch.bfloat16, device=codes.device)
     block = min(1024, triton.next_power_of_2(width))
     parts = triton.cdiv(width, block)
+    zeros, offsets = cleared or (codes, codes)
     if rows:
         _planes[(rows, parts)](
-            codes, scales, out, out if cleared is None else cleared, K=width,
-            WIDTH=width if cleared is None else cleared.shape[1], CLEAR=cleared is not None, PARTS=parts, BLOCK=block,
-            PDL=pdl, num_warps=4, **options(pdl),
+            codes, scales, out, zeros, offsets, K=width, WIDTH=zeros.shape[1],
+            E=len(offsets) - 1 if cleared else 0, CLEAR=cleared is not None, PARTS=parts, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl),
         )  # fmt: skip
     return out
 

@@ -67,7 +67,7 @@ def experts_down(
     out = torch.empty(pairs, width, dtype=torch.bfloat16, device=codes.device)
     shape = shape_of(pairs, experts)
     _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
-        planes(codes, scales, out, pdl=shape.pdl), order, offsets, *places_of(w2), out, w2.each,
+        planes(codes, scales, (out, offsets), pdl=shape.pdl), order, offsets, *places_of(w2), out, w2.each,
         K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
         ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
         SHARDED=len(w2.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,

@@ -87,7 +87,7 @@ def experts_up(
     shape = shape_of(pairs, experts)
     half = shape.rows // 2
     _experts_up[(inner // half, max_tiles(pairs, experts, shape.tile))](
-        planes(codes, scales, None, pdl=shape.pdl), order, offsets, *places_of(w13), route_weights, made, made_scales,
+        planes(codes, scales, pdl=shape.pdl), order, offsets, *places_of(w13), route_weights, made, made_scales,
         limit, w13.each,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
         HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
