@@ -16,9 +16,3 @@ def speaks_ptx() -> bool:
 def has_tensor_memory(device: torch.device) -> bool:
     """Return whether products of this device are summed in tensor memory: NVIDIA's chips of major capability 10."""
     return device.type == "cuda" and speaks_ptx() and torch.cuda.get_device_capability(device)[0] == 10
-
-
-@functools.cache
-def can_fetch() -> bool:
-    """Return whether many bytes can be asked for into the second-level cache at once: NVIDIA's chips since Hopper."""
-    return speaks_ptx() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9

@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import chip
-from engine.kernels.device import e4m3_value, fetch_rows, power
+from engine.kernels.device import e4m3_value, power
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 264
 """K is cut until there are so many programs, two a multiprocessor."""
 _MOST_SPLITS = 16
 _FIXED_TILE = 32
-_MANY_ROWS = 512
+_MANY_ROWS = 160
 """From so many rows on, widening the weights costs less than the vendor's product wins."""
 
 
@@ -35,29 +35,29 @@ class Shape(NamedTuple):
     """Parts of K."""
     widened: bool
     """Through bfloat16 and the vendor's product."""
-    fetch: bool
-    """All of a program's weights are asked for at once, into the second-level cache."""
     num_warps: int
     num_stages: int
+    pdl: bool
 
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
     """Return the shape for sizes; `fixed`: it does not depend on `rows`."""
     if rows >= _MANY_ROWS and not fixed:
-        return Shape(128, 128, 1, widened=True, fetch=False, num_warps=8, num_stages=3)
+        return Shape(128, 128, 1, widened=True, num_warps=8, num_stages=3, pdl=overlaps())
     tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
     programs = triton.cdiv(out, 64) * groups * (1 if fixed else triton.cdiv(rows, tile))
     steps = inner // (256 if inner % 256 == 0 else 32)
     parts = [s for s in range(1, _MOST_SPLITS + 1) if steps % s == 0]
     splits = next((s for s in parts if programs * s >= _PROGRAMS), parts[-1])
-    return Shape(64, tile, splits, widened=False, fetch=False, num_warps=4, num_stages=4)
+    return Shape(64, tile, splits, widened=False, num_warps=4, num_stages=4, pdl=overlaps())
 
 
 @triton.jit
 def _dense_linear(
     X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, FETCH: tl.constexpr,
+    PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_kernels_before(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     group, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -67,8 +67,6 @@ def _dense_linear(
     word = tl.int32 if PACK == 4 else tl.uint8
     codes = tl.pointer_type(tl.float8e4nv)
     weight = W.to(codes) + (group * N + n).to(tl.int64)[:, None] * K
-    if FETCH:
-        fetch_rows(W + (group * N + tl.where(here, n, 0)).to(tl.int64) * K + split * (K // SPLITS), K // SPLITS)
     weight_scale = WS.to(tl.pointer_type(word)) + (group * tl.cdiv(N, 32) + n // 32) * (K // 32 // PACK)
     x = X.to(codes) + row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
     x_scale = S.to(tl.pointer_type(word)) + row.to(tl.int64) * (GROUPS * K // 32 // PACK) + group * (K // 32 // PACK)
@@ -92,7 +90,8 @@ def _dense_linear(
 
 
 @triton.jit
-def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -101,7 +100,10 @@ def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _widen(CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _widen(
+    CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < K
@@ -111,13 +113,13 @@ def _widen(CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.cons
     tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
 
 
-def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int) -> torch.Tensor:
+def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool) -> torch.Tensor:
     """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows."""
     rows, inner = codes.shape[-2:]
     made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
     block = min(2048, triton.next_power_of_2(inner))
     grid = (codes.numel() // inner, triton.cdiv(inner, block))
-    _widen[grid](codes, scales, made, K=inner, N=rows, HEIGHT=height, BLOCK=block, num_warps=4)
+    _widen[grid](codes, scales, made, K=inner, N=rows, HEIGHT=height, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl))
     return made
 
 
@@ -138,9 +140,9 @@ def dense_linear(
         return made
     shape = shape_of(rows, out, inner, groups, fixed=fixed)
     if shape.widened:
-        wide, wide_weight = _widened(codes, scales, 1), _widened(weight, weight_scales, 32)
-        for g in range(groups):
-            torch.mm(wide[:, g * inner : (g + 1) * inner], wide_weight[g].T, out=made[:, g * out : (g + 1) * out])
+        wide = _widened(codes, scales, 1, shape.pdl).view(rows, groups, inner).transpose(0, 1)
+        wide_weight = _widened(weight, weight_scales, 32, shape.pdl)
+        torch.bmm(wide, wide_weight.mT, out=made.view(rows, groups, out).transpose(0, 1))
         return made
     split = shape.splits > 1
     target = torch.empty(shape.splits, *made.shape, dtype=torch.float32, device=codes.device) if split else made
@@ -148,11 +150,18 @@ def dense_linear(
     _dense_linear[grid](
         codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
         PACK=4 if inner // shape.splits % 128 == 0 else 1, ROWS=shape.height, TILE=shape.tile,
-        FETCH=shape.fetch and chip.can_fetch(), num_warps=shape.num_warps, num_stages=shape.num_stages,
+        PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
     )  # fmt: skip
     if split:
         block = 1024
         _sum_parts[(triton.cdiv(made.numel(), block),)](
-            target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, num_warps=4
+            target,
+            made,
+            made.numel(),
+            SPLITS=shape.splits,
+            BLOCK=block,
+            PDL=shape.pdl,
+            num_warps=4,
+            **options(shape.pdl),
         )
     return made

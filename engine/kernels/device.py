@@ -248,22 +248,6 @@ def joined_planes(p, ROWS: tl.constexpr):
 
 
 @triton.jit
-def fetch_rows(rows, SIZE: tl.constexpr):
-    """Ask for SIZE bytes (a multiple of 16) behind each of some pointers into the second-level cache; waits for nothing.
-
-    Only where `chip.can_fetch`.
-    """
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,n",
-        [rows.to(tl.int64), tl.full(rows.shape, SIZE, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def fp4_quarters(halves, scales, PTX: tl.constexpr):
     """Return four bfloat16 tensors of the shape of `halves` int16: nibble n of each, e2m1, times 2^-60 * scale. Exact.
 
