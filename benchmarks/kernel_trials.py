@@ -7,6 +7,7 @@ check first, then one process times what is right, with everything compiled.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import subprocess
@@ -22,7 +23,9 @@ import torch
 from benchmarks.engine_parts import write_gpu_record
 from benchmarks.kernel_cases import CASES
 from benchmarks.kernel_checks import check
+from benchmarks.kernel_peers import PEERS
 from benchmarks.kernel_timing import copy_bandwidth, matmul_flops, sets_for, time_us
+from benchmarks.kernels_gpu import peer
 from engine.kernels.ops import TRITON
 
 CASE_OF = {case.op: case for case in CASES}
@@ -31,6 +34,8 @@ Trial = dict[str, Any]
 
 def shaped(trial: Trial) -> Any:
     """Return a context in which the op's launcher takes the trial's shape."""
+    if not trial["set"]:
+        return contextlib.nullcontext()
     module = importlib.import_module(f"{TRITON.module}.{trial['op']}")
     original = module.shape_of
 
@@ -40,8 +45,8 @@ def shaped(trial: Trial) -> Any:
     return patch.object(module, "shape_of", changed)
 
 
-def timed(trial: Trial, limits: dict[str, float]) -> dict[str, float]:
-    """Return microseconds of one call, and its floor."""
+def timed(trial: Trial, limits: dict[str, float], without: tuple[str, ...]) -> dict[str, object]:
+    """Return microseconds of one call, its floor, and for the shape as it is what peers take, but those named so."""
     case = CASE_OF[trial["op"]]
     generator = torch.Generator("cuda").manual_seed(1)
     first = case.make(generator, trial["size"])
@@ -50,7 +55,11 @@ def timed(trial: Trial, limits: dict[str, float]) -> dict[str, float]:
     with shaped(trial):
         us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs], 20)
     floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
-    return {"us": us, "us_p90": p90, "floor_us": floor, "of_limit": floor / us}
+    row: dict[str, object] = {"us": us, "us_p90": p90, "floor_us": floor, "of_limit": floor / us}
+    if not trial["set"]:
+        peers = {name: run for name, run in PEERS.get(trial["op"], {}).items() if not name.startswith(without)}
+        row |= {name: peer(lambda run=run: run(inputs, trial["size"])) for name, run in peers.items()}
+    return row
 
 
 def check_share(trials: list[Trial], out: Path) -> None:
@@ -95,12 +104,14 @@ def main() -> int:
     parser.add_argument("--commit", default="")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--without", default="", help="peers whose names begin so, with commas between")
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
     trials: list[Trial] = [trial for file in options.files for trial in json.loads(file.read_text())]
     if options.share:
         check_share(trials, options.share)
         return 0
+    without = tuple(filter(None, options.without.split(",")))
     begun = time.monotonic()
     wrong = checked(trials, options.workers, options.seconds * 0.6)
     print(f"checked in {time.monotonic() - begun:.0f} s", flush=True)
@@ -115,7 +126,7 @@ def main() -> int:
             row["left_out"] = "no time left"
         else:
             try:
-                row |= timed(trial, limits)
+                row |= timed(trial, limits, without)
             except Exception as failure:  # noqa: BLE001 - one shape must not cost the others
                 row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
         rows.append(row)
