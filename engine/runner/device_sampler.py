@@ -76,6 +76,10 @@ class DeviceSampler:
         logprobs = self._logprobs if logits.dtype is torch.float32 else token_logprobs
         return DeviceChoice(tokens, *logprobs(logits, at, tokens[at], int(params.num_logprobs.max())))
 
+    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> I64:
+        """Return int64 [m] on the host what rows choose that ask for no log-probabilities; waits for the device."""
+        return self.choose(logits, params, positions).tokens.cpu().numpy()
+
     def _upload(
         self, params: ChoiceParams, positions: I64, restricted: npt.NDArray[np.intp], wanting: npt.NDArray[np.intp]
     ) -> torch.Tensor:

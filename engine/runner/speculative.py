@@ -20,11 +20,22 @@ from engine.grammar.row_grammars import RowGrammars
 from engine.models.drafter import DraftRows, SpeculativeModel
 from engine.models.model import KVTensors
 from engine.plan import UNLIMITED, Plan, RowInit, StepResult
+from engine.runner.device_sampler import DeviceSampler
+from engine.runner.device_stream import stream_of
 from engine.runner.executor import spread
 from engine.runner.row_images import row_images
 from engine.runner.row_mirror import MAX_ROW_TOKENS, RowMirror
 from engine.sampling import Sampler
-from engine.speculation.acceptance import NO_DRAFT, Acceptance, ChainRule, Judged, Run, SharedNoise, accept_runs
+from engine.speculation.acceptance import (
+    NO_DRAFT,
+    Acceptance,
+    ChainRule,
+    Judged,
+    Run,
+    SharedNoise,
+    accept_runs,
+    choose_drafts,
+)
 from engine.speculation.budget import survivals, verify_lengths
 
 I32 = npt.NDArray[np.int32]
@@ -65,18 +76,25 @@ class SpeculativeExecutor:
         self._wall_time = wall_time
         self._grammars = RowGrammars(grammars)
         self._sampler = Sampler(config.num_rows, model.facts.vocab_size, self._grammars.barrier)
-        self._acceptance: Acceptance = (
-            ChainRule(self._sampler) if config.speculation.acceptance == "chain_rule" else SharedNoise(self._sampler)
-        )
         self._mirror = RowMirror(config, max_pages, model.facts.history_tokens, row_images(model, config))
         self._drafter = model.drafter(kv)
         self._k = self._drafter.num_drafts
         assert self._k < MAX_ROW_TOKENS, f"{self._k} drafts are more than rows have room for"
+        self._acceptance = self._rule(config)
         self._length = np.zeros(config.num_rows, np.int32)
         self._kv_limit = np.zeros(config.num_rows, np.int64)
         self._drafts = np.full((config.num_rows, self._k), NO_DRAFT, np.int64)
         self._num_drafts = np.zeros(config.num_rows, np.int32)
         self._survival = np.zeros((config.num_rows, self._k), np.float32)
+
+    def _rule(self, config: EngineConfig) -> Acceptance:
+        if config.speculation.acceptance == "chain_rule":
+            return ChainRule(self._sampler)
+        device, vocab = self._model.device, self._model.facts.vocab_size
+        if device.type != "cuda":
+            return SharedNoise(self._sampler)
+        with torch.inference_mode():
+            return SharedNoise(self._sampler, DeviceSampler(config.num_rows * (1 + self._k), vocab, stream_of(device)))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -198,8 +216,7 @@ class SpeculativeExecutor:
         lengths = self._length[rows].astype(np.int64)
 
         def choose(index: int, logits: torch.Tensor) -> I64:
-            host = np.asarray(logits.detach().cpu().numpy())
-            drafts = self._acceptance.choose(index, host, rows, lengths + 1 + index)
+            drafts = choose_drafts(self._acceptance, index, logits, rows, lengths + 1 + index)
             self._grammars.draft(rows, drafts)
             return drafts
 

@@ -3,7 +3,7 @@
 Shared noise (decision A20): the verdict is what the target would have chosen without any draft, so speculation changes
 speed and nothing else. Chain rule: the verdict is drawn so that it agrees with the draft as often as possible and has
 the target's distribution; its tokens depend on the drafts. Randomness is counter-based in both. Executor thread only;
-knows no scheduler and no model.
+knows no scheduler and no model. Where logits lie on a device, whatever it can choose is chosen there: only tokens come back.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.philox import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, gumbel, uniform
-from engine.sampling import SampleOutput, Sampler
+from engine.sampling import ChoiceParams, SampleOutput, Sampler
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -24,8 +24,22 @@ Floats = npt.NDArray[np.floating]
 NO_DRAFT = -1
 
 
+class TokenChooser(Protocol):
+    """Chooses where the logits are: `engine.runner.device_sampler.DeviceSampler`, for plain tokens."""
+
+    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> I64:
+        """Return int64 [m] what `Sampler.choose` returns for rows without rules of the host."""
+        ...
+
+
 class Acceptance(Protocol):
     """A rule for choosing drafts and for judging them."""
+
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
+        """Return what `rows` (some of them more than once) would choose from `logits` [m, vocab] if that is all that counts
+        of them and a device knows it, else None: then `choose` and `judge` are asked.
+        """
+        ...
 
     def choose(self, index: int, logits: Floats, rows: I32, positions: I64) -> I64:
         """Return the `index`-th drafts int64 [m] for `positions`, chosen from the drafter's logits [m, vocab]."""
@@ -42,8 +56,15 @@ class Acceptance(Protocol):
 class SharedNoise:
     """The target's own choice, and a drafter that shares its noise."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, device: TokenChooser | None = None) -> None:
         self._sampler = sampler
+        self._device = device
+
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
+        if self._device is None or self._sampler.on_host(rows, positions).any():
+            return None
+        params = self._sampler.params(rows)
+        return None if (params.num_logprobs >= 0).any() else self._device.tokens(logits, params, positions)
 
     def choose(self, index: int, logits: Floats, rows: I32, positions: I64) -> I64:
         del index
@@ -63,6 +84,10 @@ class ChainRule:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._drawn_from: dict[tuple[int, int], tuple[I64, F64]] = {}
+
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
+        """Return None: distributions are the host's."""
+        del logits, rows, positions
 
     def choose(self, index: int, logits: Floats, rows: I32, positions: I64) -> I64:
         drafts = np.zeros(len(rows), np.int64)
@@ -132,9 +157,30 @@ class Judged:
     drafts: I64  # [m, w] NO_DRAFT behind each row's last draft, at least once
 
 
+def choose_drafts(acceptance: Acceptance, index: int, logits: torch.Tensor, rows: I32, positions: I64) -> I64:
+    """Return the `index`-th drafts int64 [m] for `positions`, chosen from the drafter's logits [m, vocab]."""
+    found = acceptance.chosen(logits, rows, positions)
+    return acceptance.choose(index, host_of(logits), rows, positions) if found is None else found
+
+
+def host_of(logits: torch.Tensor) -> Floats:
+    """Return logits in host memory."""
+    return np.asarray(logits.detach().cpu().numpy())
+
+
 def accept_runs(acceptance: Acceptance, logits: torch.Tensor, judged: Judged) -> Run:
     """Judge the drafts of all rows, position by position, and no position behind a rejected one; `logits` [n, vocab]."""
-    host = np.asarray(logits.detach().cpu().numpy())
+    num = 1 + (judged.drafts != NO_DRAFT).sum(1)
+    column = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+    at = np.repeat(judged.first, num) + column
+    known = None
+    if len(at) == len(logits) and (at == np.arange(len(at))).all():
+        known = acceptance.chosen(logits, np.repeat(judged.rows, num), np.repeat(judged.positions, num) + column)
+    if known is not None:
+        return _accepted(
+            known[judged.first[:, None] + np.minimum(np.arange(judged.drafts.shape[1]), num[:, None] - 1)], judged
+        )
+    host = host_of(logits)
     rows, first, positions, drafts = judged.rows, judged.first, judged.positions, judged.drafts
     tokens = np.full(drafts.shape, -1, np.int32)
     count = np.zeros(len(rows), np.int32)
@@ -151,6 +197,14 @@ def accept_runs(acceptance: Acceptance, logits: torch.Tensor, judged: Judged) ->
         if not len(going):
             break
     return Run(tokens, count, *_logprobs(outputs, tokens.shape))
+
+
+def _accepted(verdicts: I64, judged: Judged) -> Run:
+    """Return the runs that verdicts [m, w] at all positions leave: up to the first that is not the draft."""
+    stands = np.logical_and.accumulate(verdicts == judged.drafts, axis=1)
+    count = np.minimum(1 + stands.sum(1), (judged.drafts != NO_DRAFT).sum(1) + 1).astype(np.int32)
+    tokens = np.where(np.arange(verdicts.shape[1]) < count[:, None], verdicts, -1).astype(np.int32)
+    return Run(tokens, count, None, None, None)
 
 
 def _logprobs(

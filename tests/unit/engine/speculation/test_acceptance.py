@@ -1,12 +1,17 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.request import SamplingParams
 from engine.philox import RESIDUAL_STREAM
 from engine.plan import RowInit
+from engine.runner.device_sampler import DeviceSampler
+from engine.runner.device_stream import ImmediateStream
 from engine.sampling import Sampler
-from engine.speculation.acceptance import NO_DRAFT, ChainRule, Judged, SharedNoise, accept_runs
+from engine.speculation import acceptance
+from engine.speculation.acceptance import NO_DRAFT, ChainRule, Judged, SharedNoise, accept_runs, choose_drafts
 
 torch.set_num_threads(1)
 VOCAB = 7
@@ -202,3 +207,58 @@ def test_a_step_in_which_nobody_chooses_is_legal():
     )
     assert run.tokens.shape == (0, 3)
     assert run.count.tolist() == []
+
+
+def device_of(rows):
+    return DeviceSampler(rows * 4, VOCAB, ImmediateStream())
+
+
+def equal(a, b):
+    same = [np.array_equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "count")]
+    return all(same) and (a.logprobs is None) == (b.logprobs is None)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_device_judges_and_drafts_as_the_host_does(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    rows = data.draw(st.integers(1, 4))
+    params = [
+        SamplingParams(
+            temperature=data.draw(st.sampled_from([0.0, 0.7, 1.5])),
+            top_k=data.draw(st.sampled_from([0, 1, 3])),
+            top_p=data.draw(st.sampled_from([1.0, 0.6])),
+            seed=int(rng.integers(1 << 40)),
+            # One row that only the host knows, or whose probabilities are wanted, brings the whole step to the host.
+            frequency_penalty=data.draw(st.sampled_from([0.0, 0.0, 0.5])),
+            num_logprobs=data.draw(st.sampled_from([-1, -1, -1, 2])),
+        )
+        for _ in range(rows)
+    ]
+    drafts = rng.integers(0, 3, (rows, 4))
+    drafts[np.arange(4) >= rng.integers(0, 4, rows)[:, None]] = NO_DRAFT
+    judged = judged_of(drafts.tolist(), rng.integers(2, 50, rows).tolist())
+    logits = torch.from_numpy(rng.normal(size=(int((drafts != NO_DRAFT).sum()) + rows, VOCAB)) * 2).float()
+    host, device = sampler_of(*params), sampler_of(*params)
+    want = accept_runs(SharedNoise(host), logits, judged)
+    assert equal(accept_runs(SharedNoise(device, device_of(rows)), logits, judged), want)
+    positions, first = judged.positions, logits[:rows]
+    chosen = choose_drafts(SharedNoise(device, device_of(rows)), 0, first, judged.rows, positions)
+    assert chosen.tolist() == choose_drafts(SharedNoise(host), 0, first, judged.rows, positions).tolist()
+
+
+def test_logits_that_a_device_can_judge_do_not_leave_it(monkeypatch):
+    monkeypatch.setattr(acceptance, "host_of", lambda _: pytest.fail("logits went to the host"))
+    rule = SharedNoise(sampler_of(GREEDY, SamplingParams(temperature=0.8, top_p=0.9)), device_of(2))
+    run = accept_runs(rule, logits_of(3, 4, 5, 6).float(), judged_of([[3, 6, NO_DRAFT], [NO_DRAFT] * 3]))
+    assert (run.tokens[0].tolist(), run.count.tolist()) == ([3, 4, -1], [2, 1])
+    assert choose_drafts(rule, 0, logits_of(2, 1).float(), np.array([0, 0], np.int32), np.array([5, 6])).tolist() == [
+        2,
+        1,
+    ]
+
+
+def test_logits_of_rows_that_are_not_judged_bring_a_step_to_the_host():
+    rule = SharedNoise(sampler_of(GREEDY), device_of(1))
+    judged = Judged(np.zeros(1, np.int32), np.array([1]), np.array([2]), np.array([[4, NO_DRAFT]]))
+    assert accept_runs(rule, logits_of(3, 4, 5).float(), judged).tokens.tolist() == [[4, 5]]
