@@ -73,6 +73,8 @@ def check_share(trials: list[Trial], out: Path) -> None:
                 wrong = f"{type(error).__name__}: {str(error)[:300]}"
             file.write(json.dumps(wrong) + "\n")
             file.flush()
+            # Others check beside this process.
+            torch.cuda.empty_cache()
 
 
 def checked(trials: list[Trial], workers: int, seconds: float) -> list[str | None]:
