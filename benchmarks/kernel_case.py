@@ -1,7 +1,7 @@
 """What a kernel's check and its measurement have in common: inputs by size, a comparison, the bytes it must move."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,11 +20,12 @@ class Inputs:
     least_bytes: int = 0
     """Every input read once, every output written once."""
     flops: float = 0.0
+    keywords: dict[str, object] = field(default_factory=dict)
 
     def copied(self) -> "Inputs":
         """Return the same call with outputs of its own."""
         args = tuple(same_strides(a) if i in self.written else a for i, a in enumerate(self.args))
-        return Inputs(args, self.written, self.least_bytes, self.flops)
+        return replace(self, args=args)
 
 
 def same_strides(tensor: object) -> torch.Tensor:

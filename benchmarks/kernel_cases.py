@@ -1,5 +1,7 @@
 """The cases of every kernel: what CI runs in the interpreter and compiles, and what a GPU checks and times."""
 
+from dataclasses import replace
+
 import torch
 
 from benchmarks.kernel_case import (
@@ -228,6 +230,11 @@ def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
     )
 
 
+def _sparse_attention_quantized(g: torch.Generator, size: Size) -> Inputs:
+    inputs = _sparse_attention(g, size)
+    return replace(inputs, keywords={"quantized": True})
+
+
 ATTENDED = close(2.0**-6, 6e-3)
 """Softmax weights and the output are rounded to bfloat16; values are near one."""
 
@@ -353,6 +360,18 @@ CASES = (
             {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1},
             {"b": 256, "rows": 4, "n": 1024, "k": 512, "h": 64, "splits": 1},
             {"b": 8, "rows": 150, "n": 1024, "k": 0, "h": 16, "splits": 1, "layers": 1},
+        ),
+        compiled=tuple({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": splits} for splits in (4, 1)),
+        by_chip=True,
+    ),
+    Case(
+        "sparse_attention",
+        _sparse_attention_quantized,
+        (few_bytes(0.1), few_bytes(0.02)),
+        small=({"b": 1, "rows": 1, "n": 40, "k": 64, "h": 16, "splits": 2},),
+        large=(
+            {"b": 8, "rows": 1, "n": 8192, "k": 512, "h": 64, "splits": 10, "quantized": 1},
+            {"b": 64, "rows": 4, "n": 2048, "k": 512, "h": 64, "splits": 1, "quantized": 1},
         ),
         compiled=tuple({"b": 1, "rows": 2, "n": 1024, "k": 512, "h": 64, "splits": splits} for splits in (4, 1)),
         by_chip=True,

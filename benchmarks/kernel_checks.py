@@ -21,7 +21,7 @@ from engine.kernels.vendors.table import Vendor, providers_for
 
 def outputs_of(function: Op, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """Run an op; return what it returned, then what it wrote into."""
-    result = function(*inputs.args)
+    result = function(*inputs.args, **inputs.keywords)
     returned = () if result is None else (result,) if isinstance(result, torch.Tensor) else tuple(result)
     return (*returned, *(inputs.args[i] for i in inputs.written))  # type: ignore[return-value]
 

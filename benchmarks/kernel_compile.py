@@ -114,7 +114,7 @@ def launches(case: Case, size: dict[str, int], chip: Chip) -> list[Launch]:
         patch.object(kernels_chip, "speaks_ptx", lambda: chip.ptx),
         patch.object(kernels_chip, "has_tensor_memory", lambda _: chip.tensor_memory),
     ):
-        TRITON.load(case.op)(*inputs.args)
+        TRITON.load(case.op)(*inputs.args, **inputs.keywords)
     return found
 
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.engine_parts import write_gpu_record
+from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
 from benchmarks.kernel_checks import check
 from benchmarks.kernel_peers import PEERS
@@ -28,8 +29,13 @@ from benchmarks.kernel_timing import copy_bandwidth, matmul_flops, sets_for, tim
 from benchmarks.kernels_gpu import peer
 from engine.kernels.ops import TRITON
 
-CASE_OF = {case.op: case for case in CASES}
 Trial = dict[str, Any]
+
+
+def case_of(trial: Trial) -> Case:
+    """Return the first case of a trial's op, or the one that has its size."""
+    cases = [case for case in CASES if case.op == trial["op"]]
+    return next((case for case in cases if trial["size"] in case.large), cases[0])
 
 
 def shaped(trial: Trial) -> Any:
@@ -47,13 +53,13 @@ def shaped(trial: Trial) -> Any:
 
 def timed(trial: Trial, limits: dict[str, float], without: tuple[str, ...]) -> dict[str, object]:
     """Return microseconds of one call, its floor, and for the shape as it is what peers take, but those named so."""
-    case = CASE_OF[trial["op"]]
+    case = case_of(trial)
     generator = torch.Generator("cuda").manual_seed(1)
     first = case.make(generator, trial["size"])
     inputs = [first, *(case.make(generator, trial["size"]) for _ in range(sets_for(first.least_bytes) - 1))]
     kernel = TRITON.load(trial["op"])
     with shaped(trial):
-        us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs], 20)
+        us, p90 = time_us([lambda i=i: kernel(*i.args, **i.keywords) for i in inputs], 20)
     floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
     row: dict[str, object] = {"us": us, "us_p90": p90, "floor_us": floor, "of_limit": floor / us}
     if not trial["set"]:
@@ -68,7 +74,7 @@ def check_share(trials: list[Trial], out: Path) -> None:
         for trial in trials:
             try:
                 with shaped(trial):
-                    wrong = check(CASE_OF[trial["op"]], trial["size"], "cuda", seed=7)
+                    wrong = check(case_of(trial), trial["size"], "cuda", seed=7)
             except Exception as error:  # noqa: BLE001 - a shape that does not compile is a result
                 wrong = f"{type(error).__name__}: {str(error)[:300]}"
             file.write(json.dumps(wrong) + "\n")

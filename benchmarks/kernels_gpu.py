@@ -41,8 +41,11 @@ def measured(
     kernel = provider.load(case.op)
     if provider is not TRITON:
         ours = TRITON.load(case.op)
-        row |= {"provider": provider.name, "ours_us": time_us([lambda i=i: ours(*i.args) for i in inputs])[0]}
-    us, p90 = time_us([lambda i=i: kernel(*i.args) for i in inputs])
+        row |= {
+            "provider": provider.name,
+            "ours_us": time_us([lambda i=i: ours(*i.args, **i.keywords) for i in inputs])[0],
+        }
+    us, p90 = time_us([lambda i=i: kernel(*i.args, **i.keywords) for i in inputs])
     row |= {"us": us, "us_p90": p90, "least_bytes": first.least_bytes, "flops": first.flops, "floor_us": floor,
             "of_limit": floor / us, "copy_share": first.least_bytes / limits["copy"] * 1e6 / us, "input_sets": len(inputs)}  # fmt: skip
     if compiled and size == case.large[-1] and case.op not in HOST_LOOPS:
@@ -55,8 +58,8 @@ def measured(
 def _compiled(case: Case, inputs: list) -> float:
     torch.compiler.reset()
     function = torch.compile(REFERENCE.load(case.op), dynamic=False)
-    function(*inputs[0].args)
-    return time_us([lambda i=i: function(*i.args) for i in inputs[:4]], 20)[0]
+    function(*inputs[0].args, **inputs[0].keywords)
+    return time_us([lambda i=i: function(*i.args, **i.keywords) for i in inputs[:4]], 20)[0]
 
 
 def peer(run: Callable[[], object]) -> object:

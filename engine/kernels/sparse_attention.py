@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED
+from engine.kernels.device import UNPLANED, q8_code
 from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
 from engine.kernels.sparse_attention_keys import entry_keys, entry_words, window_keys
 from engine.kernels.sparse_attention_upright import upright
@@ -162,12 +162,27 @@ def _finished(o, total, COS, SIN, row, ROWS: tl.constexpr, D: tl.constexpr, ROPE
 
 
 @triton.jit
+def _store(
+    made, OUT, SCALES, row, head, here, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, QUANTIZED: tl.constexpr
+):
+    """Store bfloat16 [ROWS, D] of some heads of a row, as it is or as a quantized linear reads it."""
+    whole = head[:, None] * D + tl.arange(0, D)[None, :]
+    if QUANTIZED:
+        codes, scales = q8_code(tl.reshape(made.to(tl.float32), (ROWS, D // 32, 32)))
+        tl.store(OUT + row * (H * D) + whole, tl.reshape(codes, (ROWS, D)), mask=here[:, None])
+        groups = head[:, None] * (D // 32) + tl.arange(0, D // 32)[None, :]
+        tl.store(SCALES + row * (H * D // 32) + groups, scales.to(tl.uint8), mask=here[:, None])
+    else:
+        tl.store(OUT + row * (H * D) + whole, made, mask=here[:, None])
+
+
+@triton.jit
 def _sparse_attention(
-    Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, PARTS, SIZES,
+    Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, SCALES, PARTS, SIZES,
     capacity, record_units, entry_units, page_stride, per_page,
     UNIT: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
-    AHEAD: tl.constexpr, LAZY: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LAZY: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -216,7 +231,8 @@ def _sparse_attention(
             total = tl.sum(tl.sum(total, axis=2), axis=1)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head, mask=here, other=0.0) * 1.4426950408889634 - most)
-        tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, HEADS, D, ROPE), mask=here[:, None])
+        made = _finished(o, total, COS, SIN, row, HEADS, D, ROPE)
+        _store(made, OUT, SCALES, row, head, here, HEADS, H, D, QUANTIZED)
     else:
         part = row * SPLITS + split
         tl.store(SIZES + part * (2 * H) + head, most, mask=here)
@@ -226,8 +242,8 @@ def _sparse_attention(
 
 @triton.jit
 def _merge(
-    PARTS, SIZES, SINK, COS, SIN, OUT, H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
-    EVERY: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    PARTS, SIZES, SINK, COS, SIN, OUT, SCALES, H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    SPLITS: tl.constexpr, EVERY: tl.constexpr, HEADS: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -247,7 +263,8 @@ def _merge(
     share = tl.exp2(most - top[None, :])
     total = tl.sum(total * share, axis=0) + tl.exp2(sink - top)
     o = tl.sum(o * share[:, :, None], axis=0)
-    tl.store(OUT + row * (H * D) + whole, _finished(o, total, COS, SIN, row, HEADS, D, ROPE))
+    made = _finished(o, total, COS, SIN, row, HEADS, D, ROPE)
+    _store(made, OUT, SCALES, row, head, head < H, HEADS, H, D, QUANTIZED)
 
 
 def sparse_attention(
@@ -265,8 +282,11 @@ def sparse_attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
     splits: int,
-) -> torch.Tensor:
-    """Return bfloat16 [t, H, D] of rotated `queries` bfloat16 [t, H, D], turned back by their positions.
+    *,
+    quantized: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return bfloat16 [t, H, D] of rotated `queries` bfloat16 [t, H, D], turned back by their positions; `quantized`: its
+    e4m3 codes uint8 [t, H D] and e8m0 scales uint8 [t, H D / 32] instead, as `quantize_rows` makes them.
 
     Row i sees window rows `positions[i] - window + 1` .. `positions[i]`, not below `floors[i]`, in `ring[record[i]]`
     (uint8 [n, capacity, D + D / 32]), and entries `selection[i]` (int32 [t, k], -1: none) of the sequence `owner[i]` in
@@ -281,22 +301,35 @@ def sparse_attention(
     ring, words = ring.view(torch.int64 if upright else torch.int32), entries.view(torch.int32)
     # Known to be multiples of 16 bytes, rows are read 16 bytes at a time.
     unit = 4 if not upright and ring.stride(0) % 4 == words.stride(0) % 4 == 0 else 1
-    out = torch.empty_like(queries)
+    out, scales, made = _outputs(queries, quantized)
     parts = sizes = out
     if splits > 1:
         parts = torch.empty(rows, splits, heads, width, dtype=torch.float32, device=queries.device)
         sizes = torch.empty(rows, splits, 2, heads, dtype=torch.float32, device=queries.device)
     _sparse_attention[(rows, splits)](
-        queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, parts, sizes,
+        queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, scales, parts, sizes,
         ring.shape[1], ring.stride(0) // unit, words.stride(0) // unit, pages.stride(0), entries.shape[1],
         UNIT=unit, H=heads, HEADS=shape.heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
         SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, AHEAD=shape.ahead,
-        LAZY=shape.lazy, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
+        LAZY=shape.lazy, QUANTIZED=quantized, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](
-            parts, sizes, sink, cos, sin, out, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
-            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, PDL=shape.merge_pdl,
+            parts, sizes, sink, cos, sin, out, scales, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
+            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, QUANTIZED=quantized, PDL=shape.merge_pdl,
             num_warps=shape.merge_warps, **options(shape.merge_pdl),
         )  # fmt: skip
-    return out
+    return made
+
+
+def _outputs(
+    queries: torch.Tensor, quantized: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """Return where values or codes go, where scales go, and what the op returns."""
+    if not quantized:
+        out = torch.empty_like(queries)
+        return out, out, out
+    rows, heads, width = queries.shape
+    out = torch.empty(rows, heads * width, dtype=torch.uint8, device=queries.device)
+    scales = torch.empty(rows, heads * width // 32, dtype=torch.uint8, device=queries.device)
+    return out, scales, (out, scales)

@@ -3,6 +3,7 @@
 import torch
 
 from engine.kernels.reference.formats import decode_q4kv, decode_q8, turned
+from engine.kernels.reference.quantize_rows import quantize_rows
 
 
 def sparse_attention(
@@ -20,14 +21,17 @@ def sparse_attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
     splits: int,
-) -> torch.Tensor:
+    *,
+    quantized: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend over windows and selected entries; see the kernel for shapes. How work is split means nothing here."""
     assert splits > 0
     keys, usable = keys_of(queries.shape[2], ring, record, positions, floors, window, entries, pages, owner, selection)
     scores = torch.einsum("thd,tkd->thk", queries.float(), keys) * queries.shape[2] ** -0.5
     scores = scores.masked_fill(~usable[:, None], -torch.inf)
     weights = torch.cat((scores, sink[:, None].expand(*scores.shape[:2], 1)), 2).softmax(2)[..., :-1]
-    return turned(torch.einsum("thk,tkd->thd", weights, keys), cos, sin, inverse=True)
+    made = turned(torch.einsum("thk,tkd->thd", weights, keys), cos, sin, inverse=True)
+    return quantize_rows(made.flatten(1)) if quantized else made
 
 
 def keys_of(

@@ -4,6 +4,7 @@
 import flash_mla
 import torch
 
+from engine.kernels.ops import pick
 from engine.kernels.reference.formats import turned
 from engine.kernels.reference.sparse_attention import keys_of
 
@@ -23,7 +24,9 @@ def sparse_attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
     splits: int,
-) -> torch.Tensor:
+    *,
+    quantized: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return what `engine.kernels.sparse_attention` does; how work is split is its own choice."""
     assert splits > 0
     width = queries.shape[2]
@@ -32,4 +35,5 @@ def sparse_attention(
     made, *_ = flash_mla.flash_mla_sparse_fwd(
         queries, keys.bfloat16().flatten(0, 1)[:, None], at[:, None], width**-0.5, d_v=width, attn_sink=sink
     )
-    return turned(made.float(), cos, sin, inverse=True)
+    attended = turned(made.float(), cos, sin, inverse=True)
+    return pick("quantize_rows", queries.device)(attended.flatten(1)) if quantized else attended

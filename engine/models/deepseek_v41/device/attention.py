@@ -110,7 +110,7 @@ class DeviceAttention:
             self._beside.join()
             run.selections.select(plan, heads, weights, run.memory.owners[plan.kv_source])
         attended = self._attend(queries, rows, windows.record, run)
-        return self.project(attended.flatten(1), run.ops, fixed=run.fixed)
+        return self.project(attended, run.ops, fixed=run.fixed)
 
     def projected(self, inputs: Inputs, turn: Turn, ops: Ops, *, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rotated queries bfloat16 [t, H, D] and window latents [t, D]."""
@@ -154,7 +154,10 @@ class DeviceAttention:
         """float32 [H]"""
         return self._parts.sink
 
-    def _attend(self, queries: torch.Tensor, rows: torch.Tensor, record: torch.Tensor, run: StepRun) -> torch.Tensor:
+    def _attend(
+        self, queries: torch.Tensor, rows: torch.Tensor, record: torch.Tensor, run: StepRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of what the queries find."""
         plan, tokens = self._plan, run.step.tokens
         turn = run.step.turn(plan.rope)
         if plan.index_source is None:
@@ -167,10 +170,10 @@ class DeviceAttention:
         splits = splits_of(len(queries), self._window + selection.shape[1], fixed=run.fixed)
         return run.ops.sparse_attention(
             queries, rows, record, tokens.positions, tokens.floors, self._window, entries, run.step.sequences.pages,
-            tokens.owner, selection, self._parts.sink, turn.cos, turn.sin, splits,
+            tokens.owner, selection, self._parts.sink, turn.cos, turn.sin, splits, quantized=True,
         )  # fmt: skip
 
-    def project(self, attended: torch.Tensor, ops: Ops, *, fixed: bool) -> torch.Tensor:
-        """Map attention's result bfloat16 [t, H D], turned back, to [t, d]: both projections are quantized linears."""
-        grouped = ops.dense_linear(*ops.quantize_rows(attended), *bits_of(self._parts.wo_a), fixed=fixed)
+    def project(self, attended: tuple[torch.Tensor, torch.Tensor], ops: Ops, *, fixed: bool) -> torch.Tensor:
+        """Map codes [t, H D] and scales of attention's result, turned back, to [t, d] by two quantized linears."""
+        grouped = ops.dense_linear(*attended, *bits_of(self._parts.wo_a), fixed=fixed)
         return ops.dense_linear(*ops.quantize_rows(grouped), *bits_of(self._parts.wo_b), fixed=fixed)

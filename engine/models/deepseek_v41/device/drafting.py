@@ -156,9 +156,9 @@ class DeviceDrafter:
         nothing = torch.empty(len(queries), 0, dtype=torch.int32, device=ring.device)
         attended = ops.sparse_attention(
             queries, scratch, block.owner, block.ends, block.floors, reach, self._nowhere, pages, block.owner, nothing,
-            attention.sink, turn.cos, turn.sin, splits_of(len(queries), reach, fixed=self._fixed),
+            attention.sink, turn.cos, turn.sin, splits_of(len(queries), reach, fixed=self._fixed), quantized=True,
         )  # fmt: skip
-        made = attention.project(attended.flatten(1), ops, fixed=self._fixed)
+        made = attention.project(attended, ops, fixed=self._fixed)
         return stage.finish(flow, mixed, made, block.kinds, ops, fixed=self._fixed)
 
     def _choose(self, anchors: torch.Tensor, base: torch.Tensor, rows: torch.Tensor, choose: ChooseDraft) -> Proposal:

@@ -38,6 +38,24 @@ for size, changed in (
     assert wrong is None, (size, changed, wrong)
 """
 
+QUANTIZED = """
+import torch
+from benchmarks import kernel_interpreter
+from benchmarks.kernel_cases import CASES
+from engine.kernels.quantize_rows import quantize_rows
+from engine.kernels.sparse_attention import sparse_attention
+
+kernel_interpreter.install()
+case = next(case for case in CASES if case.op == "sparse_attention")
+for splits in (1, 3):
+    size = {"b": 2, "rows": 1, "n": 100, "k": 128, "h": 16, "splits": splits}
+    args = case.make(torch.Generator().manual_seed(3), size).args
+    codes, scales = sparse_attention(*args, quantized=True)
+    wanted = quantize_rows(sparse_attention(*args).flatten(1))
+    assert codes.shape == (2, 16 * 512) and scales.shape == (2, 16 * 16)
+    assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1]), splits
+"""
+
 
 def interpreted(*arguments: str) -> None:
     """Run Python in a process of its own: the interpreter is chosen when kernels are defined."""
@@ -52,6 +70,11 @@ def interpreted(*arguments: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_quantized_outputs_are_the_codes_of_the_plain_ones():
+    interpreted("-c", QUANTIZED)
 
 
 @pytest.mark.timeout(120)
