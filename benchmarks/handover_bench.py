@@ -108,8 +108,10 @@ def start(bench: Bench, parts: Sequence[str]) -> None:
         bench.alone(large, "large-alone", sets, workers=options.gpus)
     for model in options.models if _ON_SMALL & set(parts) else ():
         bench.alone(model, f"{model}-alone", SMALL_SETS)
-        for transport in options.transports if "tokens" in parts else options.transports[:1]:
-            bench.pair(model, pair_name(model, transport), SMALL_SETS, "--transfer", transport)
+        for way in options.transports if "tokens" in parts else options.transports[:1]:
+            transport, _, blocks = way.partition("@")
+            more = ("--set", f"decode:transfer.gather_blocks={blocks}") if blocks else ()
+            bench.pair(model, pair_name(model, way), SMALL_SETS, "--transfer", transport, *more)
 
 
 def pair_name(model: str, transport: str) -> str:

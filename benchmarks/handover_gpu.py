@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from benchmarks import handover_link, handover_right, handover_times
 from benchmarks.handover_bench import LARGE, Bench, needs_clusters, prepare, start
+from benchmarks.handover_cluster import Cluster
+from core.errors import TandemError
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
 LOAD_S = 6.0
@@ -74,9 +77,14 @@ LEAST_S = 12.0
 
 
 async def _stop(bench: Bench) -> None:
-    """End all clusters and print what their logs say of trouble."""
+    """End all clusters, keep their logs beside the record, and print what they say of trouble."""
+    bench.note("restarts", {name: _restarts(cluster) for name, cluster in bench.clusters.items()})
     stops = [asyncio.to_thread(cluster.stop) for cluster in bench.clusters.values()]
     await asyncio.gather(*stops, return_exceptions=True)
+    with tarfile.open(bench.options.out / "clusters.tgz", "w:gz") as logs:
+        for cluster in bench.clusters.values():
+            for log in sorted(cluster.directory.glob("*.log")):
+                logs.add(log, f"{cluster.name}/{log.name}")
     for cluster in bench.clusters.values():
         bad = [line for line in cluster.grep("") if " WARNING " in line or " ERROR " in line or "Traceback" in line]
         told = [
@@ -85,6 +93,16 @@ async def _stop(bench: Bench) -> None:
         print(f"== {cluster.name}:", *[line[-160:] for line in told], *bad[:8], sep="\n  ", flush=True)
         if not cluster.address:
             print(cluster.last_lines(), flush=True)
+
+
+def _restarts(cluster: Cluster) -> dict[str, object]:
+    """Return (restarts, state, reason) of each process that did not simply run."""
+    try:
+        processes = cluster.status()["processes"]
+    except (OSError, TandemError, RuntimeError) as error:
+        return {"not asked": str(error)}
+    told = {str(p["id"]): (p["restarts"], p["state"], p["reason"]) for p in processes}
+    return {name: facts for name, facts in told.items() if facts[0] or facts[1] != "ready"}
 
 
 def _leave(signum: int, frame: object) -> None:

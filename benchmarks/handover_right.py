@@ -13,8 +13,11 @@ from benchmarks import handover_load as load
 from benchmarks.handover_bench import Bench, pair_name
 from benchmarks.handover_cluster import Answer, Cluster, ask, body_of
 
-TOKENS_S = 70.0
+TOKENS_S = 120.0
 """For one model."""
+
+
+TROUBLE = ("transfer_pulls_failed", "transfer_leases_lost", "transfer_breakers_open", "transfer_digest_failures")
 
 
 def prompts(model: str, count: int) -> list[list[int]]:
@@ -40,8 +43,8 @@ async def tokens(bench: Bench) -> object:
 async def _tokens_of(bench: Bench, model: str, rows: dict[str, object]) -> None:
     asked = [body_of(model, prompt, 48) for prompt in prompts(model, 14)]
     truth = await _answers(await bench.serving(f"{model}-alone"), asked)
-    for transport in bench.options.transports:
-        name = pair_name(model, transport)
+    for way in bench.options.transports:
+        name, transport = pair_name(model, way), way.partition("@")[0]
         cluster = await bench.serving(name)
         began = time.monotonic()
         answers = await _answers(cluster, asked)
@@ -54,6 +57,8 @@ async def _tokens_of(bench: Bench, model: str, rows: dict[str, object]) -> None:
             "pulls": decode.get("transfer_pulls_committed", 0.0),
             f"bytes_landed_{transport}": decode.get(f"transfer_bytes_landed_{transport}", 0.0),
             "recomputed_tokens": decode.get("engine_recomputed_tokens"),
+            "recovered_here": decode.get("worker_recovered_here_total", 0.0),
+            "failed": {n: v for n, v in decode.items() if v and n in TROUBLE},
             "ready": [line for line in cluster.grep("ready after") if "worker" not in line],
             "memory": [
                 line.split("capacity: ")[-1].strip(' "}') for line in cluster.grep("capacity: ") if "GiB" in line
