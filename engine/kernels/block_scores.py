@@ -26,7 +26,7 @@ def _block_scores(
     row = tl.program_id(1).to(tl.int64)
     at = row * H + tl.arange(0, H)
     group = tl.arange(0, KEY // 32)
-    half = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    half = tl.arange(0, KEY // 4)[None, :]
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + row * (columns // BLOCK) + column // BLOCK, mask=column < columns, other=-1)
     entry = block * BLOCK + column % BLOCK
@@ -34,7 +34,7 @@ def _block_scores(
     entry = tl.where(valid, entry, 0)
     page = tl.load(PAGES + row * page_stride + entry // PER_PAGE, mask=valid, other=0).to(tl.int64)
     inside = entry % PER_PAGE
-    codes = tl.load(CODES + (page * code_stride + inside * (KEY // 4))[:, None, None] + half)
+    codes = tl.reshape(tl.load(CODES + (page * code_stride + inside * (KEY // 4))[:, None] + half), (TILE, 4, 8))
     scales = tl.load(SCALES + (page * scale_stride + inside * 4)[:, None] + group[None, :])
     # Queries are asked for while keys are on their way.
     queries = tl.trans(query_quarters(HEADS, at, at >= 0, H, KEY))

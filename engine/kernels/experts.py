@@ -115,9 +115,9 @@ def _four(a, b, c, d, ROWS: tl.constexpr):
 
 
 @triton.jit
-def columns_of(at, exists, TILE: tl.constexpr):
-    """Return columns at addresses; anything where they do not exist and tiles are wide: a mask is many predicates."""
-    if TILE <= 32:
+def columns_of(at, exists, MASKED: tl.constexpr):
+    """Return columns at addresses; those that do not exist are zero if MASKED, or anything, which saves predicates."""
+    if MASKED:
         return tl.load(at, mask=exists[None, :], other=0.0)
     else:
         return tl.load(at)
@@ -127,7 +127,7 @@ def columns_of(at, exists, TILE: tl.constexpr):
 def product(
     W, S, X, row, column, exists,
     K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    PTX: tl.constexpr,
+    MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
 
@@ -136,25 +136,25 @@ def product(
     order.
     """
     group = tl.arange(0, 4)
-    word = group[None, :, None] * 4 + group[None, None, :]
     tile = row // 64 * (K // 128)
-    w = W + (tile * 1024 + row % 64 * 16)[:, None, None] + word
+    # In two dimensions: in three, Triton 3.6 gives a warp 32 rows of 16 bytes, which asks for every sector twice.
+    w = W + (tile * 1024 + row % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
     s = S + (tile * 256 + row % 64 * 4)[:, None] + group[None, :]
     total = tl.zeros((ROWS, TILE), tl.float32)
     for start in tl.range(0, K, 128, loop_unroll_factor=UNROLL):
         scales = tl.load(s + start * 2)
         spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, 4, 4))
-        weights = arranged_planes(tl.load(w + start * 8), spread, ROWS, PTX)
+        weights = arranged_planes(tl.reshape(tl.load(w + start * 8), (ROWS, 4, 4)), spread, ROWS, PTX)
         at = X + column[None, :] * K + start + tl.arange(0, 128 // PARTS)[:, None]
         if PARTS == 1:
-            total = tl.dot(joined_planes(weights, ROWS), columns_of(at, exists, TILE), total)
+            total = tl.dot(joined_planes(weights, ROWS), columns_of(at, exists, MASKED), total)
         elif PARTS == 2:
-            left, right = columns_of(at, exists, TILE), columns_of(at + 64, exists, TILE)
+            left, right = columns_of(at, exists, MASKED), columns_of(at + 64, exists, MASKED)
             total = tl.dot(_four(weights[0], weights[1], weights[2], weights[3], ROWS), left, total)
             total = tl.dot(_four(weights[4], weights[5], weights[6], weights[7], ROWS), right, total)
         else:
             for n in tl.static_range(8):
-                x = columns_of(at + n * 16, exists, TILE)
+                x = columns_of(at + n * 16, exists, MASKED)
                 total = tl.dot(tl.reshape(grouped_plane(weights[n], ROWS), (ROWS, 16)), x, total)
     return total
 
@@ -176,6 +176,8 @@ class Shape(NamedTuple):
     """Steps of 128 columns in one pass of the loop."""
     registers: int | None
     """The most a thread may have."""
+    masked: bool
+    """Do not read columns that do not exist."""
     pdl: bool
 
     @property
@@ -196,7 +198,7 @@ def shape_for(pairs: int, experts: int) -> Shape:
     few = tile <= 32
     return Shape(
         rows=128, tile=tile, narrow=narrow, warps=4, stages=4 if few else 3, parts=2 if few else 1, unroll=1,
-        registers=None, pdl=overlaps(),
+        registers=None, masked=True, pdl=overlaps(),
     )  # fmt: skip
 
 

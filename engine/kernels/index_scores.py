@@ -93,8 +93,7 @@ def _scan(
     """Score tiles with queries in e4m3; FOLDED: one factor a query, which `weight` makes up for, else one a group."""
     row = tl.arange(0, PADDED)
     inside = tl.arange(0, TILE)
-    group = tl.arange(0, 4)
-    byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    byte = tl.arange(0, KEY // 2)[None, :]
     held = tl.arange(0, 32)
     if HELD:
         place = begin // PER_PAGE + held
@@ -111,7 +110,8 @@ def _scan(
             # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
             page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
         entry = first % PER_PAGE + inside
-        pairs = tl.load(CODES + (page * code_stride + entry * (KEY // 2))[:, None, None] + byte)
+        pairs = tl.load(CODES + (page * code_stride + entry * (KEY // 2))[:, None] + byte)
+        pairs = tl.reshape(pairs, (TILE, 4, 16))
         scales = tl.load(SCALES + page * scale_stride + entry)
         k0, k1, k2, k3 = four(pairs, TILE, 16)
         p = tl.dot(key_bytes(k0, TILE, PTX), q0, none)
@@ -225,7 +225,7 @@ def _index_scores(
     num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
     inside = tl.arange(0, TILE)
     group = tl.arange(0, 4)
-    half = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    half = tl.arange(0, KEY // 4)[None, :]
     held = tl.arange(0, 32)
     if HELD:
         place = begin // PER_PAGE + held
@@ -253,7 +253,9 @@ def _index_scores(
             # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
             page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
         entry = first % PER_PAGE + inside
-        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 4))[:, None, None] + half)
+        # In two dimensions: in three, Triton 3.6 gives a warp 32 entries of 16 bytes, which asks for every sector twice.
+        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 4))[:, None] + half)
+        codes = tl.reshape(codes, (TILE, 4, 8))
         if WORDS:
             # More threads than entries could not fetch their bytes ahead. Shifts that are loaded may have any layout.
             scales = (tl.load(SCALES + page * scale_stride + entry)[:, None] >> shifts[None, :]) & 255
