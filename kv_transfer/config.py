@@ -56,7 +56,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_run_bytes: Bytes = 4 << 20
     """Consecutive pages are merged into copies of at most this size."""
     gather_blocks: Annotated[int, Meta(ge=0, le=1024)] = 32
-    """Blocks of the kernel by which cuda-ipc reads several pages at once; 0: copy engines do."""
+    """Blocks of the kernel by which cuda-ipc reads several pages below 2 MiB at once; 0: copy engines do."""
     step_bytes: Bytes = 8 << 20
     """A copy of shared memory, or of another process's, looks for cancellation this often."""
     frame_bytes: Bytes = 4 << 20

@@ -175,10 +175,11 @@ SMALL = tuple(np.arange(8) * 4096 for _ in range(2))
     [
         (np.full(8, 4096), 4, "cuLaunchKernel"),
         (np.full(8, 4096), 0, "cuMemcpyBatchAsync_v2"),
+        (np.full(8, 4 << 20), 4, "cuMemcpyBatchAsync_v2"),
         (np.full(8, 4095), 4, "cuMemcpyBatchAsync_v2"),
         (np.full(3, 4096), 4, "cuMemcpyAsync"),
     ],
-    ids=["small", "no-blocks", "odd", "few"],
+    ids=["small", "no-blocks", "large", "odd", "few"],
 )
 def test_pieces_go_by_what_moves_them_fastest(monkeypatch, sizes, blocks, expected):
     library = Library()
