@@ -29,6 +29,20 @@ def four(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def pages_of(PAGES, begin, end, PER_PAGE: tl.constexpr):
+    """Return the pages of entries begin .. end - 1, up to 32."""
+    place = begin // PER_PAGE + tl.arange(0, 32)
+    return tl.load(PAGES + place, mask=place * PER_PAGE < end, other=0)
+
+
+@triton.jit
+def page_of(pages, begin, entry, PER_PAGE: tl.constexpr):
+    """Return int64 the page of an entry, of `pages_of` entries from `begin` on."""
+    here = tl.arange(0, 32) == entry // PER_PAGE - begin // PER_PAGE
+    return tl.sum(tl.where(here, pages, 0), axis=0).to(tl.int64)
+
+
+@triton.jit
 def key_bytes(pairs, ROWS: tl.constexpr, PTX: tl.constexpr):
     """Return e4m3 [ROWS, 32] of a group of keys uint8 [ROWS, 16], even elements first, times 2^-6."""
     low, high = fp4_bytes(pairs, PTX)
@@ -94,18 +108,14 @@ def _scan(
     row = tl.arange(0, PADDED)
     inside = tl.arange(0, TILE)
     byte = tl.arange(0, KEY // 2)[None, :]
-    held = tl.arange(0, 32)
     if HELD:
-        place = begin // PER_PAGE + held
-        pages = tl.load(
-            PAGES + sequence * page_stride + place, mask=place * PER_PAGE < begin + num_tiles * TILE, other=0
-        )
+        pages = pages_of(PAGES + sequence * page_stride, begin, begin + num_tiles * TILE, PER_PAGE)
     none = tl.zeros((TILE, PADDED * H), tl.float32)
     # Stages said here: scales are fetched ahead, too, though no product reads them.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
         if HELD:
-            page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
+            page = page_of(pages, begin, first, PER_PAGE)
         else:
             # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
             page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
@@ -226,16 +236,12 @@ def _index_scores(
     inside = tl.arange(0, TILE)
     group = tl.arange(0, 4)
     half = tl.arange(0, KEY // 4)[None, :]
-    held = tl.arange(0, 32)
     if HELD:
-        place = begin // PER_PAGE + held
-        wanted = place * PER_PAGE < begin + num_tiles * TILE
-        pages = tl.load(PAGES + sequence * page_stride + place, mask=wanted, other=0)
+        pages = pages_of(PAGES + sequence * page_stride, begin, begin + num_tiles * TILE, PER_PAGE)
         # The first tiles come while queries do.
         for tile in tl.static_range(FETCHED):
-            first = begin + tile * TILE
-            page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
-            lines = first % PER_PAGE + tl.arange(0, TILE // 2) * 2
+            page = page_of(pages, begin, begin + tile * TILE, PER_PAGE)
+            lines = (begin + tile * TILE) % PER_PAGE + tl.arange(0, TILE // 2) * 2
             fetch_ahead(CODES + page * code_stride + lines * (KEY // 4))
     if WORDS:
         shifts = tl.load(SHIFTS + group)
@@ -248,7 +254,7 @@ def _index_scores(
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
         if HELD:
-            page = tl.sum(tl.where(held == first // PER_PAGE - begin // PER_PAGE, pages, 0), axis=0).to(tl.int64)
+            page = page_of(pages, begin, first, PER_PAGE)
         else:
             # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
             page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
