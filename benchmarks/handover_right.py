@@ -33,7 +33,9 @@ async def tokens(bench: Bench) -> object:
     for model in bench.options.models:
         try:
             async with asyncio.timeout(TOKENS_S):
-                await _tokens_of(bench, model, found.setdefault(model, {}))
+                rows = found[model] = dict[str, object]()
+                bench.note("tokens", found)
+                await _tokens_of(bench, model, rows)
         except (RuntimeError, OSError, ValueError, KeyError, TimeoutError) as error:
             found[model]["failed"] = f"{type(error).__name__}: {error}"[-3000:]
             print(model, found[model], flush=True)
@@ -65,6 +67,7 @@ async def _tokens_of(bench: Bench, model: str, rows: dict[str, object]) -> None:
             ],
         }
         print(name, rows[name], flush=True)
+        bench.note("tokens", bench.result["tokens"])
 
 
 async def _answers(cluster: Cluster, asked: Sequence[dict[str, object]]) -> list[Answer]:
