@@ -45,7 +45,7 @@ class Step:
 
 STEPS = (
     # Correct at all, at the real sizes: whatever was edited behind the last run.
-    Step("edited", 150, "kernels_gpu", ("engram_gate", "engram_lookup", "combine_experts", "block_scores", "commit_ring",
+    Step("edited", 150, "kernels_gpu", ("engram_gate", "engram_lookup", "block_scores", "commit_ring",
          "stream_coefficients", "experts_up", "experts_down"), "kernels_edited.json"),
     Step("layers", 90, "v41_gpu", ("layers", "tiny"), "v41_h200.json"),
     # DSpark's steps per second with real and golden acceptance, drafts and verify steps recorded.

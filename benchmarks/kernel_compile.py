@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
+from benchmarks.kernel_hazards import open_products
 from engine.kernels import chip as kernels_chip
 from engine.kernels.ops import TRITON
 
@@ -133,6 +134,8 @@ def facts(launch: Launch, name: str) -> dict[str, Any]:
     columns = getattr(made.metadata, "tmem_size", None) or 0
     if columns > _COLUMNS or not re.search(chip.stores, text):
         raise RuntimeError(f"{launch.function.__name__} for {name} has no body; {columns} columns of tensor memory")
+    if unsafe := open_products(made.asm["ttgir"]):
+        raise RuntimeError(f"{launch.function.__name__} for {name} writes a factor that may still be read: {unsafe}")
     matrix = sorted(set(re.findall(chip.matrix, text)))
     found = {"kernel": launch.function.__name__, "chip": name, "matrix": matrix, "shared": made.metadata.shared}
     if "dot" in made.asm["ttgir"] and not matrix:

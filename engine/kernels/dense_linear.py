@@ -142,8 +142,7 @@ def dense_linear(
     if shape.widened:
         wide = _widened(codes, scales, 1, shape.pdl).view(rows, groups, inner).transpose(0, 1)
         wide_weight = _widened(weight, weight_scales, 32, shape.pdl)
-        torch.bmm(wide, wide_weight.mT, out=made.view(rows, groups, out).transpose(0, 1))
-        return made
+        return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)
     split = shape.splits > 1
     target = torch.empty(shape.splits, *made.shape, dtype=torch.float32, device=codes.device) if split else made
     grid = (triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile), groups * shape.splits)
@@ -155,13 +154,7 @@ def dense_linear(
     if split:
         block = 1024
         _sum_parts[(triton.cdiv(made.numel(), block),)](
-            target,
-            made,
-            made.numel(),
-            SPLITS=shape.splits,
-            BLOCK=block,
-            PDL=shape.pdl,
-            num_warps=4,
+            target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, PDL=shape.pdl, num_warps=4,
             **options(shape.pdl),
-        )
+        )  # fmt: skip
     return made

@@ -314,3 +314,16 @@ def all_agree(x, most, PTX: tl.constexpr):
         return agreed != 0
     else:
         return x <= most
+
+
+@triton.jit
+def settled(sums, PTX: tl.constexpr):
+    """Return float32 `sums` of products, all of them done: what a loop ends with whose products have a factor in registers.
+
+    Triton leaves the last product of a pass open when only the next pass needs its sum, while that pass already writes the
+    registers of its factor (seen on an H200: rows of garbage, other ones each time). It waits ahead of any other use.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return sums

@@ -20,6 +20,7 @@ from engine.kernels.device import (
     joined_planes,
     plane_scale,
     power,
+    settled,
 )
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import Shards
@@ -156,6 +157,7 @@ def product(
             for n in tl.static_range(8):
                 x = columns_of(at + n * 16, exists, MASKED)
                 total = tl.dot(tl.reshape(grouped_plane(weights[n], ROWS), (ROWS, 16)), x, total)
+        total = settled(total, PTX)
     return total
 
 

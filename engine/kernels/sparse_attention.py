@@ -190,8 +190,7 @@ def _sparse_attention(
     head = tl.arange(0, HEADS)
     here = head < H
     whole = head[:, None] * D + tl.arange(0, D)[None, :]
-    record_stride = record_units * UNIT
-    entry_stride = entry_units * UNIT
+    record_stride, entry_stride = record_units * UNIT, entry_units * UNIT
     ALL: tl.constexpr = WINDOW // TILE + TOP // TILE
     begin = split * ALL // SPLITS
     end = (split + 1) * ALL // SPLITS

@@ -14,6 +14,7 @@ import pytest
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 from benchmarks.kernel_compile import Launch, facts  # noqa: E402 - it imports Triton
+from benchmarks.kernel_hazards import open_products  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[4]
 FACTS = Path(__file__).parent / "compiled.json"
@@ -70,3 +71,25 @@ def test_a_kernel_that_comes_out_without_a_body_is_refused():
     launch = Launch(_nothing, {"X": "*fp32"}, {}, (), {"enable_fp_fusion": True})
     with pytest.raises(RuntimeError, match="_nothing for sm_100 has no body"):
         facts(launch, "sm_100")
+
+
+OPEN = """
+      %r:2 = scf.for %i = %a to %b step %c iter_args(%sum = %zero) -> (f32) {
+        %words = ttg.local_load %buffer : !ttg.memdesc<128x16xi32> -> tensor<128x16xi32>
+        %wide = tt.elementwise_inline_asm "prmt" %words : tensor<128x16xi32> -> tensor<128x64xbf16>
+        %factor = tt.reshape %wide : tensor<128x64xbf16> -> tensor<128x64xbf16, #ttg.dot_op<{opIdx = 0}>>
+        %next = ttng.warp_group_dot %factor, %keys, %sum {isAsync = true} : tensor<128x64xbf16> * !ttg.memdesc<64x16xbf16>
+        scf.yield %next : f32
+      }
+"""
+WAIT = "        %done:2 = ttng.warp_group_dot_wait %next, %keys {pendings = 0 : i32} : tensor<128x16xf32>\n"
+SCORES = "        %s:2 = ttng.warp_group_dot_wait %scores, %keys {pendings = 0 : i32} : tensor<64x64xf32>\n"
+
+
+def test_a_factor_that_the_next_pass_writes_too_early_is_found():
+    assert len(open_products(OPEN)) == 1
+    assert open_products(OPEN.replace("        scf.yield", WAIT + "        scf.yield")) == []
+    # A factor that is made behind the wait for another product of the pass, as attention's weights are, is safe.
+    assert open_products(OPEN.replace("        %wide =", SCORES + "        %wide =")) == []
+    assert len(open_products(OPEN.replace("        %factor =", SCORES + "        %factor ="))) == 1
+    assert len(open_products(OPEN.replace("        scf.yield", WAIT.replace("= 0", "= 7") + "        scf.yield"))) == 1
