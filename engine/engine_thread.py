@@ -183,15 +183,6 @@ class EngineThread:
         self._inbox.put(_Call(run, lambda error: hop(None, error)))
         return await answer
 
-    def look(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` on the calling thread, beside whatever the scheduler thread does, and return its result.
-
-        Only for what changes nothing and is right at any moment of a pass. Raises `WorkerLost` if the engine has stopped.
-        """
-        if self._inbox.is_closed:
-            raise WorkerLost("the engine has stopped")
-        return fn(self._engine)
-
     def post(self, fn: Callable[[Engine], object], *, always: bool = False) -> None:
         """Run `fn` on the scheduler thread, in order of posting, and forget its result. Any thread.
 

@@ -68,7 +68,7 @@ class SourceWork(Protocol):
         ...
 
     def epochs_unchanged(self, seq: SeqId) -> bool:
-        """True if every page announced for `seq` still has the epoch it was announced with. Any thread, at any time."""
+        """True if every page announced for `seq` still has the epoch it was announced with."""
         ...
 
 

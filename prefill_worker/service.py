@@ -28,13 +28,6 @@ class SourceCalls(Protocol):
         """Run `fn` on the scheduler thread and return its result; raises what it raised."""
         ...
 
-    def look(self, fn: Callable[[SourceWork], T]) -> T:
-        """Run `fn` here and now, beside the scheduler thread: it changes nothing and is right at any moment of a step.
-
-        Raises `WorkerLost` if the engine has stopped.
-        """
-        ...
-
     async def ready(self, grammar: str) -> None:
         """Return once a request with this grammar may be queued; raises `BadRequest` if none ever may."""
         ...
@@ -147,12 +140,8 @@ class PrefillService:
         self._calls.post(lambda engine: engine.release(SeqId(seq)), always=True)
 
     async def epochs_unchanged(self, seq: int) -> bool:
-        """Ask the engine whether all pages announced for the sequence are still its own.
-
-        Not by a call: that would wait for the step in progress, which may be another prompt's. A page's epoch changes
-        before anything is written to its next owner, and every read of it was over before we were asked.
-        """
-        return self._calls.look(lambda engine: engine.epochs_unchanged(SeqId(seq)))
+        """Ask the engine whether all pages announced for the sequence are still its own."""
+        return await self._calls.call(lambda engine: engine.epochs_unchanged(SeqId(seq)))
 
     # Events
 

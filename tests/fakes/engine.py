@@ -293,9 +293,6 @@ class InlineEngine:
     async def call(self, fn):
         return fn(self.engine)
 
-    def look(self, fn):
-        return fn(self.engine)
-
     async def ready(self, grammar):
         assert not grammar
 
@@ -330,9 +327,6 @@ class EngineOnThread:
 
         self._jobs.put(run)
         return await answer
-
-    def look(self, fn):
-        return fn(self.engine)
 
     async def ready(self, grammar):
         assert not grammar

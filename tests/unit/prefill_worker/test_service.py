@@ -1,7 +1,6 @@
 """Source sequences: started for hand-overs, told of in order, released whatever happens."""
 
 import asyncio
-import threading
 
 import pytest
 
@@ -137,20 +136,3 @@ async def test_epochs_are_asked_of_the_engine():
     assert await rig.service.epochs_unchanged(seq)
     rig.engine.valid_epochs = False
     assert not await rig.service.epochs_unchanged(seq)
-
-
-async def test_epochs_are_told_while_the_engine_is_inside_a_step():
-    gate = threading.Event()
-    rig = Rig(EngineOnThread)
-    rig.bridge.start()
-    try:
-        seq = await rig.start(ask(PROMPT))
-        inside = asyncio.create_task(rig.bridge.call(lambda engine: gate.wait(10)))
-        await settle()
-        assert await asyncio.wait_for(rig.service.epochs_unchanged(seq), 5)
-        assert not inside.done()
-        gate.set()
-        await inside
-    finally:
-        gate.set()
-        rig.bridge.stop()
