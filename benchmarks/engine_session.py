@@ -44,13 +44,15 @@ class Step:
 
 
 STEPS = (
+    # Right at all: every op of whole steps twice and beside its reference, layers, and batches against one shot.
+    Step("right", 170, "v41_gpu", ("shadow", "layers", "batches"), "v41_h200.json"),
     # Correct at all, at the real sizes: whatever was edited behind the last run.
     Step("edited", 150, "kernels_gpu", ("engram_gate", "engram_lookup", "block_scores", "commit_ring",
          "stream_coefficients", "experts_up", "experts_down"), "kernels_edited.json"),
-    Step("layers", 90, "v41_gpu", ("layers", "tiny"), "v41_h200.json"),
+    Step("tiny", 60, "v41_gpu", ("tiny",), "v41_h200.json"),
     # DSpark's steps per second with real and golden acceptance, drafts and verify steps recorded.
     Step("dspark", 120, "v41_gpu", ("loop",), "v41_h200.json"),
-    Step("hand-over", 200, "handover_gpu", ("--models", "tiny-llama", "v41-tiny", "--parts", "tokens", "kill"),
+    Step("hand-over", 200, "handover_gpu", ("--models", "tiny-llama", "v41-mini", "--parts", "tokens", "kill"),
          "handover_h200_x1.json"),
     # The references of these two loop on the host no more: torch.compile is a peer now.
     Step("compiled", 120, "kernels_gpu", ("--compiled", "index_scores", "sparse_attention"), "kernels_compiled.json"),

@@ -198,33 +198,6 @@ def _arranged(moved, wide, ROWS: tl.constexpr):
 
 
 @triton.jit
-def fp4_bytes(pairs, PTX: tl.constexpr):
-    """Return e4m3 codes uint8 of the lower and the upper e2m1 code of each byte, times 2^-6. Exact.
-
-    The exponent field and the mantissa bit are put where e4m3 has them; its subnormals are e2m1's only one. `PTX`: four
-    bytes at a time.
-    """
-    if PTX:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b;
-            shl.b32 a, $2, 4;  and.b32 a, a, 0x80808080;  shl.b32 b, $2, 2;  and.b32 b, b, 0x1C1C1C1C;  or.b32 $0, a, b;
-            and.b32 a, $2, 0x80808080;  shr.b32 b, $2, 2;  and.b32 b, b, 0x1C1C1C1C;  or.b32 $1, a, b;
-            }""",
-            "=&r,=r,r",
-            [pairs],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = pairs.to(tl.int32)
-        low = ((wide & 8) << 4) | ((wide & 7) << 2)
-        high = (wide & 0x80) | ((wide >> 2) & 0x1C)
-        return low.to(tl.uint8), high.to(tl.uint8)
-
-
-@triton.jit
 def grouped_plane(x, ROWS: tl.constexpr):
     """Return a plane [ROWS, 2, 4, 2] of [ROWS, 4 groups, 4 words]: so a thread's words share one group's scale."""
     return tl.permute(tl.reshape(x, (ROWS, 4, 2, 2)), (0, 2, 1, 3))
