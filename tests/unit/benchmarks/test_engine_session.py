@@ -14,7 +14,7 @@ from engine.kernels.vendors.table import VENDORS
 NAMES = {
     "v41_gpu": set(v41_gpu.PARTS),
     "kernels_gpu": {case.op for case in CASES} | {vendor.name for vendor in VENDORS},
-    "handover_gpu": {*handover_gpu.PARTS, "tiny-llama", "v41-tiny", "2"},
+    "handover_gpu": {*handover_gpu.PARTS, "tiny-llama", "v41-tiny", "v41-mini", "2"},
 }
 
 
