@@ -64,7 +64,7 @@ def test_a_kernel_that_does_not_wait_or_waits_too_late_is_found():
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.op}-{len(case.checks)}" for case in CASES])
 def test_launches_are_told_what_bodies_are(case):
     """A launch that may begin early without a body that waits would be a race."""
     for launch in launches(case, case.small[0], CHIPS["sm_90"]):
