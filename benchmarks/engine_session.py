@@ -30,7 +30,7 @@ class Step:
 
     def command(self, out: Path, commit: str) -> list[str]:
         """Return what runs it."""
-        where = out / self.record if self.module == "kernels_gpu" else out
+        where = out / self.record if self.module in ("kernels_gpu", "kernel_trials") else out
         return [
             sys.executable,
             "-m",
@@ -49,6 +49,9 @@ STEPS = (
     # Correct at all, at the real sizes: whatever was edited behind the last run.
     Step("edited", 150, "kernels_gpu", ("engram_gate", "engram_lookup", "block_scores", "commit_ring",
          "stream_coefficients", "experts_up", "experts_down"), "kernels_edited.json"),
+    # Shapes that nobody has timed with the bodies as they are, beside cuBLAS and FlashMLA where those are installed.
+    Step("trials", 160, "kernel_trials", ("--seconds", "140", "--without", "deep_gemm", "benchmarks/trials_v41.json"),
+         "kernels_trials.json"),
     Step("tiny", 60, "v41_gpu", ("tiny",), "v41_h200.json"),
     # DSpark's steps per second with real and golden acceptance, drafts and verify steps recorded.
     Step("dspark", 120, "v41_gpu", ("loop",), "v41_h200.json"),
