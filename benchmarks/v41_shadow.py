@@ -52,18 +52,16 @@ def shadowed(name: str, op: Op, seen: Seen) -> Op:
     """Return an op that also runs again and by its reference, on copies, and notes how far they are off."""
     reference = REFERENCE.load(name)
 
-    def outputs(function: Op, args: Sequence[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
-        """Return what a call returns, then its tensors, some of which it writes into."""
-        made = function(*args, **keywords)
+    def outputs(made: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+        """Return what a call returned, then its tensors, some of which it writes into."""
         returned = () if made is None else (made,) if isinstance(made, torch.Tensor) else tuple(made)
         return [*returned, *(arg for arg in args if isinstance(arg, torch.Tensor))]
 
     def run(*args: Any, **keywords: Any) -> Any:
         first, second = ([same(arg) if isinstance(arg, torch.Tensor) else arg for arg in args] for _ in range(2))
-        want, again = outputs(reference, first, keywords), outputs(op, second, keywords)
+        want, again = outputs(reference(*first, **keywords), first), outputs(op(*second, **keywords), second)
         got = op(*args, **keywords)
-        returned = () if got is None else (got,) if isinstance(got, torch.Tensor) else tuple(got)
-        ours = [*returned, *(arg for arg in args if isinstance(arg, torch.Tensor))]
+        ours = outputs(got, args)
         row = seen.setdefault(name, {"calls": 0.0, "worst": 0.0, "not_the_same_again": 0.0})
         row["calls"] += 1
         row["worst"] = max(row["worst"], *(_difference(a, b) for a, b in zip(ours, want, strict=True)))

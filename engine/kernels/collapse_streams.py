@@ -1,29 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 """Collapse streams that no sublayer has just written, normalise and quantize: the second half of `mix_streams`."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import q8_code
-from engine.kernels.overlap import after_kernels_before, options, overlaps
-
-
-class Shape(NamedTuple):
-    """What a launch chooses. One shape for all numbers of rows: the order of the norm's sum depends on it."""
-
-    chunk: int
-    """Columns at a time; a program has a row."""
-    warps: int
-    pdl: bool
-
-
-def shape_of(width: int) -> Shape:
-    """Return the shape for streams of a width."""
-    chunk = min(1024, triton.next_power_of_2(width))
-    return Shape(chunk, max(1, chunk // 128), pdl=overlaps())
+from engine.kernels.device import store_normed
+from engine.kernels.mix_streams import shape_of
+from engine.kernels.overlap import after_kernels_before, options
 
 
 @triton.jit
@@ -48,11 +32,7 @@ def _collapse_streams(
         at = start + tl.arange(0, CHUNK)
         weight = tl.load(W + at, mask=at < D, other=0.0)
         normed = (weight * (held[start // CHUNK].to(tl.float32) * scale)).to(tl.bfloat16)
-        tl.store(NORMED + row * D + at, normed, mask=at < D)
-        codes, scales = q8_code(tl.reshape(normed.to(tl.float32), (CHUNK // 32, 32)))
-        tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=at < D)
-        group = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(SCALES + row * (D // 32) + group, scales.to(tl.uint8), mask=group < D // 32)
+        store_normed(normed, NORMED, CODES, SCALES, row, start, D, CHUNK)
 
 
 def collapse_streams(

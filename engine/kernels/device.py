@@ -300,3 +300,14 @@ def settled(sums, PTX: tl.constexpr):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return sums
+
+
+@triton.jit
+def store_normed(normed, OUT, CODES, SCALES, row, start, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Store bfloat16 [CHUNK] at columns `start` .. of a row of D, and what a quantized linear reads of it."""
+    at = start + tl.arange(0, CHUNK)
+    tl.store(OUT + row * D + at, normed, mask=at < D)
+    codes, scales = q8_code(tl.reshape(normed.to(tl.float32), (CHUNK // 32, 32)))
+    tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=at < D)
+    group = start // 32 + tl.arange(0, CHUNK // 32)
+    tl.store(SCALES + row * (D // 32) + group, scales.to(tl.uint8), mask=group < D // 32)

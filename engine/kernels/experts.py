@@ -173,7 +173,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     parts: int
-    """Products that 128 columns are multiplied in: 1 is not waited for, 2 leave more registers, 8 are planes."""
+    """Products that 128 columns are multiplied in: 1 is waited for once, 2 leave more registers, 8 are planes."""
     unroll: int
     """Steps of 128 columns in one pass of the loop."""
     registers: int | None

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import q8_code
+from engine.kernels.device import store_normed
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -79,15 +79,9 @@ def _mix_streams(
         held += (rounded,)
     scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
     for start in tl.static_range(0, D, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = at < D
         collapsed = held[start // CHUNK].to(tl.float32)
         normed = (weights[start // CHUNK] * (collapsed * scale)).to(tl.bfloat16)
-        tl.store(NORMED + row * D + at, normed, mask=inside)
-        codes, scales = q8_code(tl.reshape(normed.to(tl.float32), (CHUNK // 32, 32)))
-        tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=inside)
-        group = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(SCALES + row * (D // 32) + group, scales.to(tl.uint8), mask=group < D // 32)
+        store_normed(normed, NORMED, CODES, SCALES, row, start, D, CHUNK)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import q8_code
+from engine.kernels.device import store_normed
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -45,13 +45,8 @@ def _rms_quantize(
         held += (x,)
     scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
     for start in tl.static_range(0, D, CHUNK):
-        at = start + tl.arange(0, CHUNK)
         y = (weights[start // CHUNK] * (held[start // CHUNK].to(tl.float32) * scale)).to(tl.bfloat16)
-        tl.store(Y + row * D + at, y, mask=at < D)
-        codes, scales = q8_code(tl.reshape(y.to(tl.float32), (CHUNK // 32, 32)))
-        tl.store(CODES + row * D + at, tl.reshape(codes, (CHUNK,)), mask=at < D)
-        group = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(SCALES + row * (D // 32) + group, scales.to(tl.uint8), mask=group < D // 32)
+        store_normed(y, Y, CODES, SCALES, row, start, D, CHUNK)
 
 
 def rms_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

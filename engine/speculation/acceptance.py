@@ -202,7 +202,8 @@ def accept_runs(acceptance: Acceptance, logits: torch.Tensor, judged: Judged) ->
 def _accepted(verdicts: I64, judged: Judged) -> Run:
     """Return the runs that verdicts [m, w] at all positions leave: up to the first that is not the draft."""
     stands = np.logical_and.accumulate(verdicts == judged.drafts, axis=1)
-    count = np.minimum(1 + stands.sum(1), (judged.drafts != NO_DRAFT).sum(1) + 1).astype(np.int32)
+    # No verdict is NO_DRAFT, which stands behind every row's last draft.
+    count = 1 + stands.sum(1, dtype=np.int32)
     tokens = np.where(np.arange(verdicts.shape[1]) < count[:, None], verdicts, -1).astype(np.int32)
     return Run(tokens, count, None, None, None)
 
