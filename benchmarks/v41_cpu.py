@@ -82,7 +82,7 @@ class Bench:
 
         def step() -> None:
             with torch.inference_mode():
-                drafter.propose(wanted, lambda _, logits: logits.argmax(1).numpy())
+                drafter.propose(wanted, lambda _, logits: logits.argmax(1))
 
         return timed(step, self._repeats)
 

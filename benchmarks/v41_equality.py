@@ -56,7 +56,7 @@ class _Side:
         self.step = DeviceStep(model.config, model.replay, batch, model._turns, model.device, ops=model.ops(256))  # noqa: SLF001
         self.memory = DeviceMemory(model.cache_map(256), self.driver.kv)
         self.run = model._shared(self.step, self.memory, model.ops(256), fixed=False)  # noqa: SLF001
-        self.ngrams = self.step.ngrams(4)
+        self.ngrams = self.step.ngrams()
         self.batch = batch
 
     def layer(self, number: int, flow: Flow) -> Flow:

@@ -46,8 +46,8 @@ class Proposal:
     confidences: F32  # [b, k] in [0, 1]: how likely draft i is accepted if those before it are
 
 
-ChooseDraft = Callable[[int, torch.Tensor], I64]
-"""(i, logits [b, vocab]) -> token ids int64 [b]: the i-th draft of each row, chosen with the rows' own sampling."""
+ChooseDraft = Callable[[int, torch.Tensor], torch.Tensor]
+"""(i, logits [b, vocab]) -> token ids int64 [b] beside them: the i-th draft of each row, chosen with the rows' own sampling."""
 
 
 class Drafter(Protocol):

@@ -35,7 +35,8 @@ class DeviceChoice:
 class DeviceSampler:
     """For up to `num_rows` rows a step."""
 
-    def __init__(self, num_rows: int, vocab_size: int, stream: DeviceStream) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, stream: DeviceStream, ahead: int = 0) -> None:
+        """`ahead`: choices beyond three that may be queued before the first has happened."""
         device = stream.device
         self._vocab_size = vocab_size
         self._sample = pick("sample_tokens", device)
@@ -46,7 +47,7 @@ class DeviceSampler:
         self._no_border = torch.full((num_rows,), -torch.inf, dtype=torch.float64, device=device)
         self._no_last = torch.full((num_rows,), vocab_size, dtype=torch.int64, device=device)
         self._values = torch.zeros(_FIELDS, num_rows, dtype=torch.int64, device=device)
-        self._uploads = [stream.pinned(_FIELDS * num_rows, torch.int64) for _ in range(_BUFFERS)]
+        self._uploads = [stream.pinned(_FIELDS * num_rows, torch.int64) for _ in range(_BUFFERS + ahead)]
         self._turn = 0
 
     def choose(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> DeviceChoice:
@@ -76,14 +77,14 @@ class DeviceSampler:
         logprobs = self._logprobs if logits.dtype is torch.float32 else token_logprobs
         return DeviceChoice(tokens, *logprobs(logits, at, tokens[at], int(params.num_logprobs.max())))
 
-    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> I64:
-        """Return int64 [m] on the host what rows choose that ask for no log-probabilities; waits for the device."""
-        return self.choose(logits, params, positions).tokens.cpu().numpy()
+    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> torch.Tensor:
+        """Return int64 [m] on the device what rows choose that ask for no log-probabilities."""
+        return self.choose(logits, params, positions).tokens
 
     def _upload(
         self, params: ChoiceParams, positions: I64, restricted: npt.NDArray[np.intp], wanting: npt.NDArray[np.intp]
     ) -> torch.Tensor:
-        upload = self._uploads[self._turn % _BUFFERS].view(_FIELDS, -1)
+        upload = self._uploads[self._turn % len(self._uploads)].view(_FIELDS, -1)
         self._turn += 1
         host, m = upload.numpy(), len(positions)
         with np.errstate(divide="ignore"):

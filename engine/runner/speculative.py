@@ -34,7 +34,7 @@ from engine.speculation.acceptance import (
     Run,
     SharedNoise,
     accept_runs,
-    choose_drafts,
+    host_of,
 )
 from engine.speculation.budget import survivals, verify_lengths
 
@@ -94,7 +94,8 @@ class SpeculativeExecutor:
         if device.type != "cuda":
             return SharedNoise(self._sampler)
         with torch.inference_mode():
-            return SharedNoise(self._sampler, DeviceSampler(config.num_rows * (1 + self._k), vocab, stream_of(device)))
+            rows = config.num_rows * (1 + self._k)
+            return SharedNoise(self._sampler, DeviceSampler(rows, vocab, stream_of(device), ahead=self._k))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -215,10 +216,14 @@ class SpeculativeExecutor:
         rows = rows[wanting]
         lengths = self._length[rows].astype(np.int64)
 
-        def choose(index: int, logits: torch.Tensor) -> I64:
-            drafts = choose_drafts(self._acceptance, index, logits, rows, lengths + 1 + index)
+        def choose(index: int, logits: torch.Tensor) -> torch.Tensor:
+            positions = lengths + 1 + index
+            found = self._acceptance.chosen(logits, rows, positions)
+            if found is not None:  # so none of the rows has a grammar
+                return found
+            drafts = self._acceptance.choose(index, host_of(logits), rows, positions)
             self._grammars.draft(rows, drafts)
-            return drafts
+            return torch.from_numpy(drafts).to(logits.device)
 
         self._grammars.draft_from(rows)
         proposal = self._drafter.propose(DraftRows(rows, self._mirror.next_token[rows], lengths), choose)

@@ -27,17 +27,17 @@ NO_DRAFT = -1
 class TokenChooser(Protocol):
     """Chooses where the logits are: `engine.runner.device_sampler.DeviceSampler`, for plain tokens."""
 
-    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> I64:
-        """Return int64 [m] what `Sampler.choose` returns for rows without rules of the host."""
+    def tokens(self, logits: torch.Tensor, params: ChoiceParams, positions: I64) -> torch.Tensor:
+        """Return int64 [m], where the logits are, what `Sampler.choose` returns for rows without rules of the host."""
         ...
 
 
 class Acceptance(Protocol):
     """A rule for choosing drafts and for judging them."""
 
-    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
-        """Return what `rows` (some of them more than once) would choose from `logits` [m, vocab] if that is all that counts
-        of them and a device knows it, else None: then `choose` and `judge` are asked.
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> torch.Tensor | None:
+        """Return int64 [m], where the logits are, what `rows` (some of them more than once) would choose from `logits`
+        [m, vocab] if that is all that counts of them and a device knows it, else None: then `choose` and `judge` are asked.
         """
         ...
 
@@ -60,7 +60,7 @@ class SharedNoise:
         self._sampler = sampler
         self._device = device
 
-    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> torch.Tensor | None:
         if self._device is None or self._sampler.on_host(rows, positions).any():
             return None
         params = self._sampler.params(rows)
@@ -85,7 +85,7 @@ class ChainRule:
         self._sampler = sampler
         self._drawn_from: dict[tuple[int, int], tuple[I64, F64]] = {}
 
-    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> I64 | None:
+    def chosen(self, logits: torch.Tensor, rows: I32, positions: I64) -> torch.Tensor | None:
         """Return None: distributions are the host's."""
         del logits, rows, positions
 
@@ -157,12 +157,6 @@ class Judged:
     drafts: I64  # [m, w] NO_DRAFT behind each row's last draft, at least once
 
 
-def choose_drafts(acceptance: Acceptance, index: int, logits: torch.Tensor, rows: I32, positions: I64) -> I64:
-    """Return the `index`-th drafts int64 [m] for `positions`, chosen from the drafter's logits [m, vocab]."""
-    found = acceptance.chosen(logits, rows, positions)
-    return acceptance.choose(index, host_of(logits), rows, positions) if found is None else found
-
-
 def host_of(logits: torch.Tensor) -> Floats:
     """Return logits in host memory."""
     return np.asarray(logits.detach().cpu().numpy())
@@ -177,9 +171,8 @@ def accept_runs(acceptance: Acceptance, logits: torch.Tensor, judged: Judged) ->
     if len(at) == len(logits) and (at == np.arange(len(at))).all():
         known = acceptance.chosen(logits, np.repeat(judged.rows, num), np.repeat(judged.positions, num) + column)
     if known is not None:
-        return _accepted(
-            known[judged.first[:, None] + np.minimum(np.arange(judged.drafts.shape[1]), num[:, None] - 1)], judged
-        )
+        each = judged.first[:, None] + np.minimum(np.arange(judged.drafts.shape[1]), num[:, None] - 1)
+        return _accepted(known.cpu().numpy()[each], judged)
     host = host_of(logits)
     rows, first, positions, drafts = judged.rows, judged.first, judged.positions, judged.drafts
     tokens = np.full(drafts.shape, -1, np.int32)

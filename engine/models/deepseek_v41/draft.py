@@ -59,8 +59,5 @@ class PagedDrafter:
             # Rows below a replay floor were never written; drafts may be poor then, but not undefined.
             return keys.nan_to_num(0.0, 0.0, 0.0), exists
 
-        def chosen(i: int, logits: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(choose(i, logits))
-
-        found = self._dspark.propose(self._head, torch.from_numpy(wanted.anchors), lengths, context, chosen)
+        found = self._dspark.propose(self._head, torch.from_numpy(wanted.anchors), lengths, context, choose)
         return Proposal(found.tokens.numpy(), found.confidences.float().numpy())

@@ -1,8 +1,8 @@
 """The draft model on a device: context rows into the rings of its stages, proposals out.
 
 Inside a block attention looks both ways, so a proposal's keys lie in scratch records: the window before the anchor, then
-the block, whose rows all attend as if they stood at its end. Tokens are chosen by the caller, one after the other, on the
-host. Knows no acceptance rule.
+the block, whose rows all attend as if they stood at its end. Tokens are chosen by the caller, one after the other, and stay
+on the device if it can. Knows no acceptance rule.
 
 Shape legend: n captured rows, b proposals, k block size, W window, D head dim, V vocabulary.
 """
@@ -169,7 +169,7 @@ class DeviceDrafter:
             own = base[:, i] + ops.plain_linear(state, parts.markov_head, fixed=self._fixed)
             # Confidence must not depend on the token it is about: it reads the un-normed row and the token before.
             certain = (torch.cat((rows[:, i], state.float()), 1) * parts.confidence).sum(1)
-            before = torch.from_numpy(choose(i, own)).to(self._device)
+            before = choose(i, own)
             tokens.append(before)
             confidences.append(torch.sigmoid(certain))
         found = torch.stack(tokens, 1).cpu().numpy()

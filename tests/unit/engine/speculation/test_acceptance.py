@@ -11,7 +11,7 @@ from engine.runner.device_sampler import DeviceSampler
 from engine.runner.device_stream import ImmediateStream
 from engine.sampling import Sampler
 from engine.speculation import acceptance
-from engine.speculation.acceptance import NO_DRAFT, ChainRule, Judged, SharedNoise, accept_runs, choose_drafts
+from engine.speculation.acceptance import NO_DRAFT, ChainRule, Judged, SharedNoise, accept_runs
 
 torch.set_num_threads(1)
 VOCAB = 7
@@ -243,8 +243,12 @@ def test_a_device_judges_and_drafts_as_the_host_does(data):
     want = accept_runs(SharedNoise(host), logits, judged)
     assert equal(accept_runs(SharedNoise(device, device_of(rows)), logits, judged), want)
     positions, first = judged.positions, logits[:rows]
-    chosen = choose_drafts(SharedNoise(device, device_of(rows)), 0, first, judged.rows, positions)
-    assert chosen.tolist() == choose_drafts(SharedNoise(host), 0, first, judged.rows, positions).tolist()
+    chosen = SharedNoise(device, device_of(rows)).chosen(first, judged.rows, positions)
+    assert (
+        chosen is None or chosen.tolist() == SharedNoise(host).choose(0, first.numpy(), judged.rows, positions).tolist()
+    )
+    plain = all(p.frequency_penalty == 0 and p.num_logprobs < 0 for p in params)
+    assert (chosen is not None) == plain
 
 
 def test_logits_that_a_device_can_judge_do_not_leave_it(monkeypatch):
@@ -252,10 +256,7 @@ def test_logits_that_a_device_can_judge_do_not_leave_it(monkeypatch):
     rule = SharedNoise(sampler_of(GREEDY, SamplingParams(temperature=0.8, top_p=0.9)), device_of(2))
     run = accept_runs(rule, logits_of(3, 4, 5, 6).float(), judged_of([[3, 6, NO_DRAFT], [NO_DRAFT] * 3]))
     assert (run.tokens[0].tolist(), run.count.tolist()) == ([3, 4, -1], [2, 1])
-    assert choose_drafts(rule, 0, logits_of(2, 1).float(), np.array([0, 0], np.int32), np.array([5, 6])).tolist() == [
-        2,
-        1,
-    ]
+    assert rule.chosen(logits_of(2, 1).float(), np.array([0, 0], np.int32), np.array([5, 6])).tolist() == [2, 1]
 
 
 def test_logits_of_rows_that_are_not_judged_bring_a_step_to_the_host():

@@ -33,7 +33,7 @@ def proposed(driver, drafter, anchors):
         lengths=np.array([driver.rows[r].length for r in rows], np.int64),
     )
     with torch.inference_mode():
-        found = drafter.propose(wanted, lambda _, logits: logits.argmax(1).numpy())
+        found = drafter.propose(wanted, lambda _, logits: logits.argmax(1))
     return {r: (found.tokens[i].tolist(), found.confidences[i]) for i, r in enumerate(rows)}
 
 

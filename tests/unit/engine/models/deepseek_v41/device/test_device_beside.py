@@ -163,6 +163,6 @@ def test_no_proposal_touches_what_work_beside_touches_before_they_join(monkeypat
     driver.step({0: text(0, 21)})
     drafter.observe(*driver.last, np.array([21], np.int32))
     wanted = DraftRows(np.array([0], np.int32), np.array([5]), np.array([21]))
-    watch = watched(monkeypatch, lambda: drafter.propose(wanted, lambda _, logits: logits.argmax(1).numpy()))
+    watch = watched(monkeypatch, lambda: drafter.propose(wanted, lambda _, logits: logits.argmax(1)))
     assert watch.blocks == 2 * len(driver.model.config.stages)
     assert not watch.written

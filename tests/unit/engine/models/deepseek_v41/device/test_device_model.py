@@ -89,7 +89,7 @@ def test_in_float64_proposals_are_the_cpus():
                 drafter.observe(*driver.last, np.array([len(chunk)], np.int32))
         wanted = DraftRows(np.array([0, 3], np.int32), np.array([ids[20], ids[3]]), np.array([20, 3]))
         with wide() if is_device else nullcontext():
-            found.append(drafter.propose(wanted, lambda _, logits: logits.argmax(1).numpy()))
+            found.append(drafter.propose(wanted, lambda _, logits: logits.argmax(1)))
     assert np.array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_allclose(found[0].confidences, found[1].confidences, atol=1e-6)
 
@@ -118,7 +118,7 @@ def test_recorded_verify_steps_and_drafts_are_those_that_are_not_recorded():
         lengths = np.array([driver.rows[r].length for r in (0, 3)])
         wanted = DraftRows(np.array([0, 3], np.int32), np.array([8, 12]), lengths)
         with wide():
-            found.append((torch.cat(logits), drafter.propose(wanted, lambda _, scores: scores.argmax(1).numpy())))
+            found.append((torch.cat(logits), drafter.propose(wanted, lambda _, scores: scores.argmax(1))))
     # Two sizes of steps, one of drafts; what is recorded is kept in float32.
     assert len(made) == 3
     (want, proposed), (got, again) = found
