@@ -193,6 +193,15 @@ class EngineThread:
         with contextlib.suppress(WorkerLost):
             self._inbox.put(_Call(fn), always=always)
 
+    def look(self, fn: Callable[[Engine], T]) -> T:
+        """Run `fn` here and now, maybe in the middle of a pass: for what the engine says any thread may ask.
+
+        Raises `WorkerLost` after the engine has stopped.
+        """
+        if self._inbox.is_closed or self._crash is not None:
+            raise WorkerLost("the engine has stopped")
+        return fn(self._engine)
+
     def heartbeat_age_s(self) -> float:
         """Return the seconds since the loop's last pass began. Any thread."""
         return self._clock.now() - self._loop.last_pass_at

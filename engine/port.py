@@ -68,7 +68,10 @@ class SourceWork(Protocol):
         ...
 
     def epochs_unchanged(self, seq: SeqId) -> bool:
-        """True if every page announced for `seq` still has the epoch it was announced with."""
+        """True if every page announced for `seq`, whose prompt is computed, still has the epoch it was announced with.
+
+        Any thread: a page has its next epoch before anything is written to it, so True now proves every earlier read.
+        """
         ...
 
 

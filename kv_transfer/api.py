@@ -247,8 +247,8 @@ class SourceHost(Protocol):
         """Unpin; in any state; idempotent."""
         ...
 
-    async def epochs_unchanged(self, seq: int) -> bool:
-        """True if all pages announced for the sequence are still its own."""
+    def epochs_unchanged(self, seq: int) -> bool:
+        """True if all pages announced for the sequence are still its own; waits for nobody."""
         ...
 
 

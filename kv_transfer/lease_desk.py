@@ -115,9 +115,7 @@ class LeaseDesk:
         """Answer Released once; duplicates get the same answer."""
         transfer = self._of(link, message.transfer)
         if transfer is not None and transfer.lease == message.lease:
-            if not transfer.releasing:
-                transfer.releasing = True
-                self._tasks.spawn(self._release(transfer), name=f"release {transfer.id}")
+            self._release(transfer)
         elif message.transfer in self._ended:
             link.answer(Released(transfer=message.transfer, valid=self._ended[message.transfer]))
         else:
@@ -223,15 +221,11 @@ class LeaseDesk:
         for again in early.pop(seq, ()):
             again()
 
-    async def _release(self, transfer: SourceTransfer) -> None:
+    def _release(self, transfer: SourceTransfer) -> None:
         unchanged = False
         if transfer.machine.state is LeaseState.FINAL and transfer.seq is not None:
             with contextlib.suppress(TandemError):
-                unchanged = await self._host.epochs_unchanged(transfer.seq)
-        if transfer.machine.ended:
-            # It lapsed or was aborted while the engine looked.
-            transfer.link.answer(Released(transfer=transfer.id, valid=False))
-            return
+                unchanged = self._host.epochs_unchanged(transfer.seq)
         valid = self._leases.end(transfer.lease) and unchanged
         self.end(transfer, LeaseEvent.RELEASE, Released(transfer=transfer.id, valid=valid), valid=valid)
 

@@ -32,7 +32,6 @@ class SourceTransfer:
     announced_end: int = 0
     """Tokens below this are announced or not wanted."""
     announced_pages: int = 0
-    releasing: bool = False
     outbox: deque[ChunkReady | Final] = field(default_factory=deque)
     """Announcements that wait for their digests; see `Announcer`."""
     announcing: bool = False

@@ -24,8 +24,8 @@ T = TypeVar("T")
 class SourceCalls(Protocol):
     """The bridge to the scheduler thread (`engine.engine_thread.EngineThread`)."""
 
-    async def call(self, fn: Callable[[SourceWork], T]) -> T:
-        """Run `fn` on the scheduler thread and return its result; raises what it raised."""
+    def look(self, fn: Callable[[SourceWork], T]) -> T:
+        """Run `fn`, which any thread may, here and now; raises `WorkerLost` after the engine has stopped."""
         ...
 
     async def ready(self, grammar: str) -> None:
@@ -139,9 +139,12 @@ class PrefillService:
         self._end_span(seq, error="stopped")
         self._calls.post(lambda engine: engine.release(SeqId(seq)), always=True)
 
-    async def epochs_unchanged(self, seq: int) -> bool:
-        """Ask the engine whether all pages announced for the sequence are still its own."""
-        return await self._calls.call(lambda engine: engine.epochs_unchanged(SeqId(seq)))
+    def epochs_unchanged(self, seq: int) -> bool:
+        """Return whether all pages announced for the sequence are still its own.
+
+        Not asked of the scheduler thread: that may be waiting for a chunk of another prompt, and a client for its token.
+        """
+        return self._calls.look(lambda engine: engine.epochs_unchanged(SeqId(seq)))
 
     # Events
 

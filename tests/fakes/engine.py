@@ -293,6 +293,9 @@ class InlineEngine:
     async def call(self, fn):
         return fn(self.engine)
 
+    def look(self, fn):
+        return fn(self.engine)
+
     async def ready(self, grammar):
         assert not grammar
 
@@ -330,6 +333,9 @@ class EngineOnThread:
 
     async def ready(self, grammar):
         assert not grammar
+
+    def look(self, fn):
+        return fn(self.engine)
 
     def post(self, fn, *, always=False):
         self._jobs.put(fn)

@@ -177,7 +177,7 @@ class FakeSourceHost:
         if prefill is not None:
             self.pool.give(prefill.pages)
 
-    async def epochs_unchanged(self, seq: int) -> bool:
+    def epochs_unchanged(self, seq: int) -> bool:
         prefill = self.prefills.get(seq)
         return prefill is not None and prefill.epochs == [self.pool.epochs[p] for p in prefill.pages]
 

@@ -311,7 +311,7 @@ def ignore_the_lease(monkeypatch):
     monkeypatch.setattr(FakeSourceHost, "epochs_unchanged", _always)
 
 
-async def _always(self, seq):
+def _always(self, seq):
     return True
 
 

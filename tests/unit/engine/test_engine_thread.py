@@ -115,6 +115,20 @@ async def test_a_cancelled_caller_disturbs_nobody():
         assert await bench.thread.call(lambda engine: 2) == 2
 
 
+async def test_what_any_thread_may_ask_waits_for_no_step():
+    async with Bench() as bench:
+        seq = await bench.thread.call(lambda engine: engine.submit_source(request_of(PROMPT, 9), LATER))
+        await bench.sink.ended.wait()
+        gate = threading.Event()
+        bench.thread.post(lambda engine: gate.wait(60))
+        assert bench.thread.look(lambda engine: engine.epochs_unchanged(seq))
+        gate.set()
+        await bench.thread.call(lambda engine: engine.release(seq))
+        assert not bench.thread.look(lambda engine: engine.epochs_unchanged(seq))
+    with pytest.raises(WorkerLost, match="stopped"):
+        bench.thread.look(lambda engine: engine.epochs_unchanged(seq))
+
+
 async def test_an_idle_engine_sleeps_and_its_heart_beats():
     async with Bench() as bench:
         await bench.thread.call(lambda engine: None)

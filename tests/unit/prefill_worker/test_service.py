@@ -133,6 +133,6 @@ async def test_a_start_whose_caller_gave_up_leaves_nothing_behind():
 async def test_epochs_are_asked_of_the_engine():
     rig = Rig()
     seq = await rig.start(ask(PROMPT))
-    assert await rig.service.epochs_unchanged(seq)
+    assert rig.service.epochs_unchanged(seq)
     rig.engine.valid_epochs = False
-    assert not await rig.service.epochs_unchanged(seq)
+    assert not rig.service.epochs_unchanged(seq)
