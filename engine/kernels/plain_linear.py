@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 132
 """Weights are cut into tiles as high as leaves so many of them, one a multiprocessor."""
@@ -37,8 +37,6 @@ class Shape(NamedTuple):
     stages: int
     rows_first: bool
     """Neighbouring programs share weights, not rows of x: what is larger is then read once."""
-    ahead: bool
-    """Weights are asked for before earlier kernels are waited for."""
     pdl: bool
 
 
@@ -53,13 +51,13 @@ def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     is_full = fixed and triton.cdiv(rows, tile) >= parts
     warps = 2 if height == 16 and tile <= _FIXED_TILE else 4
     each = parts if is_full else 1
-    return Shape(height, tile, step, parts, each, warps, 4, rows_first=out > rows, ahead=False, pdl=overlaps())
+    return Shape(height, tile, step, parts, each, warps, 4, rows_first=out > rows, pdl=overlaps())
 
 
 @triton.jit
 def _plain_linear(
     X, W, OUT, count, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    PART: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, ROWS_FIRST: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, EACH: tl.constexpr, ROWS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1 if ROWS_FIRST else 0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(0 if ROWS_FIRST else 1) * TILE + tl.arange(0, TILE)
@@ -67,9 +65,6 @@ def _plain_linear(
     here, exists = n < N, row < count
     weight = W + n.to(tl.int64)[:, None] * K
     x = X + row.to(tl.int64)[None, :] * K
-    if LINES > 0:
-        line = group * (PART * EACH) + 64 * tl.arange(0, LINES)
-        fetch_ahead(W + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)[None, :])
     after_kernels_before(PDL)
     total = tl.zeros((ROWS, TILE), tl.float32)
     done = tl.zeros((ROWS, TILE), tl.float32)
@@ -116,10 +111,9 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) 
     groups = triton.cdiv(inner, part * shape.each)
     summed = made if groups == 1 else torch.empty(groups, rows, out, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile)
-    lines = triton.next_power_of_2(triton.cdiv(part * shape.each, 64)) if shape.ahead else 0
     _plain_linear[(*(reversed(tiles) if shape.rows_first else tiles), groups)](
         x, weight, summed, rows, K=inner, N=out, ROWS=shape.height, TILE=shape.tile, STEP=shape.step, PART=part,
-        EACH=shape.each, LINES=lines, ROWS_FIRST=shape.rows_first, PDL=shape.pdl, num_warps=shape.warps,
+        EACH=shape.each, ROWS_FIRST=shape.rows_first, PDL=shape.pdl, num_warps=shape.warps,
         num_stages=shape.stages, **options(shape.pdl),
     )  # fmt: skip
     if groups > 1:

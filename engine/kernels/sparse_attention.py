@@ -14,7 +14,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED, q8_code
-from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.sparse_attention_keys import entry_keys, entry_words, window_keys
 from engine.kernels.sparse_attention_upright import upright
 
@@ -27,10 +27,6 @@ class Shape(NamedTuple):
     tile: int
     """Keys at a time."""
     warps: int
-    ahead: bool
-    """Entries of the next tile are held in registers, not only asked for."""
-    lazy: bool
-    """Weights are summed over threads once, not for each tile."""
     merge_heads: int
     merge_warps: int
     pdl: bool
@@ -45,15 +41,14 @@ def shape_of(heads: int, window: int, top: int, splits: int, *, upright: bool) -
     # Fewer heads are multiplied by other instructions, for which keys lie in shared memory twice.
     if heads >= 64 and not upright and chip.speaks_ptx():
         tile = 128 if window % 128 == top % 128 == (window + top) // 128 % splits == 0 else 64
-    return Shape(
-        heads, tile, 8, ahead=True, lazy=False, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps()
-    )
+    return Shape(heads, tile, 8, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps())
 
 
 @triton.jit
-def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LAZY: tl.constexpr):
+def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr):
     """Take one tile of keys [TILE, D] into the running softmax; returns most, total, outputs [H, D].
 
+    `total` [H, 2, 4] is apart for groups of keys that a thread has, and is summed over threads behind the last tile.
     Of chained products the compiler gives the first all warps along the heads, which makes two groups of warps do
     the same: so it is hidden from the second by a loop of one turn (`once` is 1) that holds no product, because the
     product must not wait for registers that are carried into a loop.
@@ -67,11 +62,8 @@ def _attend(queries, keys, valid, most, total, o, once, SCALE: tl.constexpr, LAZ
     new = tl.maximum(most, tl.max(scores, axis=1) * (SCALE * UNPLANED))
     weights = tl.exp2(scores * (SCALE * UNPLANED) - new[:, None])
     old = tl.exp2(most - new)
-    if LAZY:
-        grouped = tl.reshape(weights, (H, 2, TILE // 16, 4, 2))
-        total = total * old[:, None, None] + tl.sum(tl.sum(grouped, axis=4), axis=2)
-    else:
-        total = total * old + tl.sum(weights, axis=1)
+    grouped = tl.reshape(weights, (H, 2, TILE // 16, 4, 2))
+    total = total * old[:, None, None] + tl.sum(tl.sum(grouped, axis=4), axis=2)
     return new, total, tl.dot(weights.to(tl.bfloat16), keys, o * old[:, None])
 
 
@@ -85,8 +77,7 @@ def _address(chosen, pages, ENTRIES, entry_stride, per_page, D: tl.constexpr):
 
 @triton.jit
 def _near(queries, ring, position, floor, most, total, o, begin, end, once, capacity, D: tl.constexpr,
-          WINDOW: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr,
-          LAZY: tl.constexpr):  # fmt: skip
+          WINDOW: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Attend over tiles `begin` .. `end` - 1 of the window."""
     inside = tl.arange(0, TILE)
     for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
@@ -94,15 +85,14 @@ def _near(queries, ring, position, floor, most, total, o, begin, end, once, capa
         valid = seen >= floor
         slot = ring + tl.where(valid, seen % capacity, 0) * (D // 4 + D // 128)
         keys = window_keys(slot, valid, TILE, D, PTX)
-        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, LAZY)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE)
     return most, total, o
 
 
 @triton.jit
 def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, begin, end, once, fetched,
-         D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
-         LAZY: tl.constexpr):  # fmt: skip
-    """Attend over tiles `begin` .. `end` - 1 of the selected entries.
+         D: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Attend over tiles `begin` .. `end` - 1 of the selected entries; those of the next tile are held in registers.
 
     Nothing but codes is read between a tile's store to shared memory and its second product: the barriers before both
     products wait for whatever was asked for.
@@ -110,35 +100,26 @@ def _far(queries, selection, pages, ENTRIES, entry_stride, per_page, most, total
     inside = tl.arange(0, TILE)
     words, packed, chosen, entry, later = fetched
     for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
-        if AHEAD:
-            keys = entry_keys(words, packed, TILE, D, PTX)
-            words, packed = entry_words(entry, chosen >= 0, D)
-        else:
-            words, packed = entry_words(entry, chosen >= 0, D)
-            keys = entry_keys(words, packed, TILE, D, PTX)
+        keys = entry_keys(words, packed, TILE, D, PTX)
+        words, packed = entry_words(entry, chosen >= 0, D)
         valid = tl.load(selection + tile * TILE + inside) >= 0
-        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE, LAZY)
+        most, total, o = _attend(queries, keys, valid, most, total, o, once, SCALE)
         chosen = later
         entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
-        later = _chosen(selection, tile + 2 + AHEAD, end, TILE)
-        if not AHEAD and PTX:
-            # An entry's 9/16 of a byte a value are five lines at most.
-            fetch_ahead(entry[:, None] + (9 * D // 512 * tl.arange(0, 8))[None, :])
+        later = _chosen(selection, tile + 3, end, TILE)
     return most, total, o
 
 
 @triton.jit
-def _fetched(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr,
-             AHEAD: tl.constexpr):  # fmt: skip
+def _fetched(selection, pages, ENTRIES, entry_stride, per_page, begin, end, D: tl.constexpr, TILE: tl.constexpr):
     """Return codes and scales of tile `begin`, entries and pointers of the tile read next, entries of that after it."""
     chosen = _chosen(selection, begin, end, TILE)
     later = _chosen(selection, begin + 1, end, TILE)
     entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
     words, packed = entry_words(entry, chosen >= 0, D)
-    if AHEAD:
-        chosen = later
-        later = _chosen(selection, begin + 2, end, TILE)
-        entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
+    chosen = later
+    later = _chosen(selection, begin + 2, end, TILE)
+    entry = _address(chosen, pages, ENTRIES, entry_stride, per_page, D)
     return words, packed, chosen, entry, later
 
 
@@ -182,7 +163,7 @@ def _sparse_attention(
     capacity, record_units, entry_units, page_stride, per_page,
     UNIT: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr, UPRIGHT: tl.constexpr,
-    AHEAD: tl.constexpr, LAZY: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -209,25 +190,24 @@ def _sparse_attention(
         selection = SELECTION + row * TOP
         far = tl.maximum(begin - WINDOW // TILE, 0)
         far_end = end - WINDOW // TILE
-        fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE, AHEAD)
+        fetched = _fetched(selection, pages, ENTRIES, entry_stride, per_page, far, far_end, D, TILE)
         if HEADS > H:
             queries = tl.load(Q + row * (H * D) + whole, mask=here[:, None], other=0.0)
         else:
             queries = tl.load(Q + row * (H * D) + whole)
         o = tl.zeros((HEADS, D), tl.float32)
         most = tl.full((HEADS,), -1e30, tl.float32)
-        total = tl.zeros((HEADS, 2, 4) if LAZY else (HEADS,), tl.float32)
+        total = tl.zeros((HEADS, 2, 4), tl.float32)
         once = tl.minimum(end - begin, 1)
         most, total, o = _near(
             queries, ring, position, floor, most, total, o, begin, tl.minimum(end, WINDOW // TILE), once, capacity,
-            D, WINDOW, TILE, SCALE, PTX, LAZY,
+            D, WINDOW, TILE, SCALE, PTX,
         )  # fmt: skip
         most, total, o = _far(
             queries, selection, pages, ENTRIES, entry_stride, per_page, most, total, o, far, far_end, once, fetched,
-            D, TILE, SCALE, PTX, AHEAD, LAZY,
+            D, TILE, SCALE, PTX,
         )  # fmt: skip
-        if LAZY:
-            total = tl.sum(tl.sum(total, axis=2), axis=1)
+        total = tl.sum(tl.sum(total, axis=2), axis=1)
     if SPLITS == 1:
         total += tl.exp2(tl.load(SINK + head, mask=here, other=0.0) * 1.4426950408889634 - most)
         made = _finished(o, total, COS, SIN, row, HEADS, D, ROPE)
@@ -309,8 +289,8 @@ def sparse_attention(
         queries, ring, record, positions, floors, words, pages, owner, selection, sink, cos, sin, out, scales, parts, sizes,
         ring.shape[1], ring.stride(0) // unit, words.stride(0) // unit, pages.stride(0), entries.shape[1],
         UNIT=unit, H=heads, HEADS=shape.heads, D=width, ROPE=2 * cos.shape[1], WINDOW=window, TOP=selection.shape[1], TILE=shape.tile, SPLITS=splits,
-        SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright, AHEAD=shape.ahead,
-        LAZY=shape.lazy, QUANTIZED=quantized, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
+        SCALE=width**-0.5 * 1.4426950408889634, PTX=ptx, UPRIGHT=upright,
+        QUANTIZED=quantized, PDL=shape.pdl, num_warps=shape.warps, num_stages=1, **options(shape.pdl),
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](

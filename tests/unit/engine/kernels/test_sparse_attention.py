@@ -29,8 +29,8 @@ case = next(case for case in CASES if case.op == "sparse_attention")
 original = module.shape_of
 for size, changed in (
     ({"b": 1, "rows": 2, "n": 300, "k": 256, "h": 16, "splits": 3}, {"tile": 128}),
-    ({"b": 1, "rows": 2, "n": 300, "k": 256, "h": 16, "splits": 1}, {"tile": 128, "lazy": True, "heads": 32}),
-    ({"b": 2, "rows": 1, "n": 300, "k": 192, "h": 16, "splits": 2}, {"ahead": False, "heads": 32}),
+    ({"b": 1, "rows": 2, "n": 300, "k": 256, "h": 16, "splits": 1}, {"tile": 128, "heads": 32}),
+    ({"b": 2, "rows": 1, "n": 300, "k": 192, "h": 16, "splits": 2}, {"heads": 32}),
     ({"b": 2, "rows": 1, "n": 100, "k": 128, "h": 16, "splits": 3}, {"merge_heads": 4}),
 ):
     with patch.object(module, "shape_of", lambda *a, **k: original(*a, **k)._replace(**changed)):
