@@ -127,13 +127,12 @@ def columns_of(at, exists, MASKED: tl.constexpr):
 @triton.jit
 def product(
     W, S, X, row, column, exists,
-    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    MASKED: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return float32 [ROWS, TILE]: rows `row` (int64) of a matrix of K columns times rows `column` (int64) of X.
 
     `W` and `S` of `reference.formats.tiled`, `X` of `planes`; columns that do not exist are anything, but there
-    is a row of X to read for them. PARTS (1, 2, 8): in how many products 128 columns are multiplied; sums have the same
+    is a row of X to read for them. PARTS (1, 2): in how many products 128 columns are multiplied; sums have the same
     order.
     """
     group = tl.arange(0, 4)
@@ -142,21 +141,17 @@ def product(
     w = W + (tile * 1024 + row % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
     s = S + (tile * 256 + row % 64 * 4)[:, None] + group[None, :]
     total = tl.zeros((ROWS, TILE), tl.float32)
-    for start in tl.range(0, K, 128, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, K, 128):
         scales = tl.load(s + start * 2)
         spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (ROWS, 4, 4))
         weights = arranged_planes(tl.reshape(tl.load(w + start * 8), (ROWS, 4, 4)), spread, ROWS, PTX)
         at = X + column[None, :] * K + start + tl.arange(0, 128 // PARTS)[:, None]
         if PARTS == 1:
             total = tl.dot(joined_planes(weights, ROWS), columns_of(at, exists, MASKED), total)
-        elif PARTS == 2:
+        else:
             left, right = columns_of(at, exists, MASKED), columns_of(at + 64, exists, MASKED)
             total = tl.dot(_four(weights[0], weights[1], weights[2], weights[3], ROWS), left, total)
             total = tl.dot(_four(weights[4], weights[5], weights[6], weights[7], ROWS), right, total)
-        else:
-            for n in tl.static_range(8):
-                x = columns_of(at + n * 16, exists, MASKED)
-                total = tl.dot(tl.reshape(grouped_plane(weights[n], ROWS), (ROWS, 16)), x, total)
         total = settled(total, PTX)
     return total
 
@@ -173,11 +168,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     parts: int
-    """Products that 128 columns are multiplied in: 1 is waited for once, 2 leave more registers, 8 are planes."""
-    unroll: int
-    """Steps of 128 columns in one pass of the loop."""
-    registers: int | None
-    """The most a thread may have."""
+    """Products that 128 columns are multiplied in: 1 is waited for once, 2 leave more registers."""
     masked: bool
     """Do not read columns that do not exist."""
     pdl: bool
@@ -185,22 +176,22 @@ class Shape(NamedTuple):
     @property
     def options(self) -> dict[str, int | bool]:
         """Launch options."""
-        registers = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, **registers, **options(self.pdl)}
+        return {"num_warps": self.warps, "num_stages": self.stages, **options(self.pdl)}
 
 
 def shape_for(pairs: int, experts: int) -> Shape:
     """Return how `pairs` pairs are cut.
 
-    Tiles are twice the mean number of pairs per expert wide, so that most experts need one, and half as wide where that
-    is enough, or an eighth behind full ones.
+    Up to a mean of 32 pairs an expert tiles are twice as wide, so that most experts need one, and half as wide where that
+    is enough; of more pairs all but the last are full, and what is behind them is narrow.
     """
-    tile = max(16, min(128, triton.next_power_of_2(triton.cdiv(2 * pairs, experts))))
-    narrow = max(16, tile // 2) if pairs <= 64 * experts else 32
-    few = tile <= 32
+    mean = triton.cdiv(pairs, experts)
+    tile = 128 if mean > 64 else max(16, min(64, triton.next_power_of_2(2 * mean)))
+    narrow = max(16, tile // 2) if mean <= 32 else tile // 4
+    wide = tile == 128
     return Shape(
-        rows=128, tile=tile, narrow=narrow, warps=4, stages=4 if few else 3, parts=2 if few else 1, unroll=1,
-        registers=None, masked=True, pdl=overlaps(),
+        rows=128, tile=tile, narrow=narrow, warps=4, stages=4 if tile <= 32 else 3, parts=1 if wide else 2, masked=not wide,
+        pdl=overlaps(),
     )  # fmt: skip
 
 

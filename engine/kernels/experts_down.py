@@ -15,15 +15,13 @@ from engine.kernels.shards import Shards
 @triton.jit
 def _tile_down(
     X, ORDER, W, WS, OUT, first, last, row, made_at,
-    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, TILE)
     exists = place < last
     pair = tl.load(ORDER + place, mask=exists, other=0).to(tl.int64)
-    total = product(
-        W, WS, X, row, tl.minimum(place, last - 1).to(tl.int64), exists, K, ROWS, TILE, PARTS, UNROLL, MASKED, PTX
-    )
+    total = product(W, WS, X, row, tl.minimum(place, last - 1).to(tl.int64), exists, K, ROWS, TILE, PARTS, MASKED, PTX)
     made = tl.trans(total.to(tl.bfloat16))
     tl.store(OUT + pair[:, None] * D + made_at[None, :], made, mask=exists[:, None])
 
@@ -32,7 +30,7 @@ def _tile_down(
 def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT, each,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr, SHARDED: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
@@ -42,13 +40,9 @@ def _experts_down(
         column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         row = held.to(tl.int64) * D + column
         if all_agree(last - first, NARROW, PTX):
-            _tile_down(
-                X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, PARTS, UNROLL, MASKED, PTX
-            )
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, NARROW, PARTS, MASKED, PTX)
         elif NARROW < TILE:
-            _tile_down(
-                X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, PARTS, UNROLL, MASKED, PTX
-            )
+            _tile_down(X, ORDER, words, scales, OUT, first, last, row, column, K, D, ROWS, TILE, PARTS, MASKED, PTX)
 
 
 def shape_of(pairs: int, experts: int) -> Shape:
@@ -75,7 +69,7 @@ def experts_down(
     _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales, (out, offsets), pdl=shape.pdl), order, offsets, *places_of(w2), out, w2.each,
         K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
-        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
+        ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts,
         MASKED=shape.masked, SHARDED=len(w2.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip
     return out

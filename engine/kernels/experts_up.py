@@ -16,15 +16,14 @@ from engine.kernels.shards import Shards
 def _tile_up(
     X, ORDER, W, WS, ROUTE, H, HS, limit, first, last, row,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
-    HALF: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
-    MASKED: tl.constexpr, PTX: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, TILE)
     exists = place < last
     pair = tl.load(ORDER + place, mask=exists, other=0)
     token = (pair // TOP_K).to(tl.int64)
     inner = tl.program_id(0) * HALF
-    total = product(W, WS, X, row, token, exists, K, 2 * HALF, TILE, PARTS, UNROLL, MASKED, PTX)
+    total = product(W, WS, X, row, token, exists, K, 2 * HALF, TILE, PARTS, MASKED, PTX)
     gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
     gate = tl.minimum(gate, limit)
     up = tl.clamp(up, -limit, limit)
@@ -41,7 +40,7 @@ def _tile_up(
 def _experts_up(
     X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit, each,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    HALF: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr, SHARDED: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
@@ -53,10 +52,10 @@ def _experts_up(
         row = held.to(tl.int64) * (2 * INNER) + tl.program_id(0) * HALF + at // HALF * INNER + at % HALF
         if all_agree(last - first, NARROW, PTX):
             _tile_up(X, ORDER, words, scales, ROUTE, H, HS, limit, first, last, row,
-                     K, INNER, TOP_K, HALF, NARROW, PARTS, UNROLL, MASKED, PTX)  # fmt: skip
+                     K, INNER, TOP_K, HALF, NARROW, PARTS, MASKED, PTX)  # fmt: skip
         elif NARROW < TILE:
             _tile_up(X, ORDER, words, scales, ROUTE, H, HS, limit, first, last, row,
-                     K, INNER, TOP_K, HALF, TILE, PARTS, UNROLL, MASKED, PTX)  # fmt: skip
+                     K, INNER, TOP_K, HALF, TILE, PARTS, MASKED, PTX)  # fmt: skip
 
 
 def shape_of(pairs: int, experts: int) -> Shape:
@@ -90,7 +89,7 @@ def experts_up(
         planes(codes, scales, pdl=shape.pdl), order, offsets, *places_of(w13), route_weights, made, made_scales,
         limit, w13.each,
         K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
-        HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts, UNROLL=shape.unroll,
+        HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts,
         MASKED=shape.masked, SHARDED=len(w13.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip
     return made, made_scales
