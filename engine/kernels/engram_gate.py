@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for streams of a width."""
-    chunk = min(1024, triton.next_power_of_2(width))
+    chunk = min(2048, triton.next_power_of_2(width))
     return Shape(chunk, max(1, chunk // 256), pdl=overlaps())
 
 

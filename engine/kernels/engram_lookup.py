@@ -60,9 +60,9 @@ class Shape(NamedTuple):
     pdl: bool
 
 
-def shape_of(width: int) -> Shape:
-    """Return the shape for table rows of a width."""
-    return Shape(columns=8, warps=max(1, min(4, width // 64)), pdl=overlaps())
+def shape_of(rows: int, width: int) -> Shape:
+    """Return the shape for so many tokens and table rows of a width: few tokens have few programs, many have less to do."""
+    return Shape(columns=8 if rows <= 512 else 32, warps=max(1, min(4, width // 64)), pdl=overlaps())
 
 
 def engram_lookup(
@@ -79,7 +79,7 @@ def engram_lookup(
     codes = torch.empty(rows, count * width, dtype=torch.uint8, device=ngrams.device)
     scales = torch.empty(rows, count * width // 32, dtype=torch.uint8, device=ngrams.device)
     if rows:
-        shape = shape_of(width)
+        shape = shape_of(rows, width)
         _engram_lookup[(rows, triton.cdiv(count, shape.columns))](
             ngrams, token_map, columns.multipliers, columns.primes, columns.offsets, table.addresses, codes, scales,
             columns.pad, table.each, table.addresses.shape[1],

@@ -24,7 +24,7 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for streams of a width."""
-    chunk = min(1024, triton.next_power_of_2(width))
+    chunk = 1024 if width > 1024 else min(512, triton.next_power_of_2(width))
     return Shape(chunk, max(1, chunk // 128), pdl=overlaps())
 
 

@@ -41,8 +41,9 @@ class Shape(NamedTuple):
 def shape_of(rows: int, steps: int) -> Shape:
     """Return the shape for so many rows and steps in a group; no order of additions depends on it."""
     # Many rows are not pipelined: it was slower, and triton 3.6 was seen to reuse a buffer of a pipeline too early.
-    is_few = rows <= 512
-    return Shape(64, 1 if is_few else steps, 4, 1, 4 if is_few else 1, pdl=overlaps())
+    each = 1 if rows <= 512 else steps
+    # Below some two rows a multiprocessor, what one row waits for is all there is: its parts are read by more threads.
+    return Shape(64, each, 4, 1, 4 if rows < 256 and steps > each else 1, pdl=overlaps())
 
 
 @triton.jit

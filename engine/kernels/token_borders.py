@@ -63,11 +63,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(vocab: int) -> Shape:
-    """Return the shape for rows of `vocab` ids."""
-    shape = best_ids.Shape(1, 1)
-    best = max(1, min(1024, groups_of(vocab, shape) // 2))
+    """Return the shape for rows of `vocab` ids: of any number of rows, because masses of parts are added in their order."""
+    shape = best_ids.Shape(1, 1, part=4096)
+    best = max(1, min(512, groups_of(vocab, shape) // 2))
     room = max(64, triton.next_power_of_2(2 * best))
-    return Shape(*shape._replace(best=best, room=room), last_room=4 * room)
+    return Shape(*shape._replace(best=best, room=room), last_room=8 * room)
 
 
 @triton.jit
