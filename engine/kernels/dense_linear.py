@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.device import e4m3_value, power
-from engine.kernels.overlap import after_kernels_before, options, overlaps
+from engine.kernels import chip
+from engine.kernels.device import UNPLANED, e4m3_value, power, settled
+from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
 
 _PROGRAMS = 264
 """K is cut until there are so many programs, two a multiprocessor."""
@@ -38,6 +39,16 @@ class Shape(NamedTuple):
     num_warps: int
     num_stages: int
     pdl: bool
+    folded: bool = False
+    """Powers of two go into factors of bfloat16, not into sums."""
+    ahead: bool = False
+    """Rows are widened by a kernel of their own; if folded."""
+    step: int = 128
+    """Columns of a pass; if folded."""
+    fetched: int = 0
+    """Passes whose weights are asked for before earlier kernels are waited for; if folded."""
+    block: int = 1024
+    """Results that a program of the second kernel adds, 256 a warp."""
 
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
@@ -90,6 +101,102 @@ def _dense_linear(
 
 
 @triton.jit
+def _factor(codes, scales, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr):
+    """Return bfloat16 [ROWS, STEP], exactly 2^-30 times what int16 [ROWS, STEP / 2], two e4m3 codes each, mean.
+
+    `scales`: e8m0, uint8 [ROWS, STEP / 32], or, of 128 columns, int32 [ROWS, 1], four each; codes 1 .. 164. Of 32 columns,
+    the even ones come first: so no value leaves its thread.
+    """
+    if STEP == 128:
+        even = tl.join(scales & 255, (scales >> 16) & 255)
+        scales = tl.reshape(tl.join(even, tl.join((scales >> 8) & 255, (scales >> 24) & 255)), (ROWS, 4))
+    # Sign, exponent and mantissa where bfloat16 has them are the value's 2^-120.
+    wide = ((scales.to(tl.int16) + 90) << 7).to(tl.bfloat16, bitcast=True)
+    wide = tl.broadcast_to(tl.expand_dims(wide, 2), (ROWS, STEP // 32, 16))
+    pairs = tl.reshape(codes, (ROWS, STEP // 32, 16))
+    if PTX:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shl.b32 a, $2, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, $2, 4;  and.b32 b, b, 0x07F007F0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $0, a, $3;
+            and.b32 a, $2, 0x80008000;  shr.b32 b, $2, 4;  and.b32 b, b, 0x07F007F0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $1, a, $3;
+            }""",
+            "=&r,=&r,r,r",
+            [pairs, wide],
+            dtype=(tl.bfloat16,) * 2,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        words, scale = pairs.to(tl.int32), wide.to(tl.float32) * 7.52316384526264e-37
+        even = (e4m3_value((words & 255).to(tl.uint8)) * scale).to(tl.bfloat16)
+        odd = (e4m3_value(((words >> 8) & 255).to(tl.uint8)) * scale).to(tl.bfloat16)
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 3, 2)), (ROWS, STEP))
+
+
+@triton.jit
+def _folded(
+    X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    STEP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = K // STEP
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    here, exists = n < N, row < count
+    if FETCHED > 0:
+        line = split * STEPS // SPLITS * STEP + STEP * tl.arange(0, FETCHED)
+        at = (group * N + tl.minimum(n, N - 1)).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)[None, :]
+        fetch_ahead(W + at)
+    after_kernels_before(PDL)
+    # Where four scales are one load, it is wide enough to be made ahead of its pass.
+    word = tl.int32 if STEP == 128 else tl.uint8
+    PACK: tl.constexpr = 4 if STEP == 128 else 1
+    pairs, scales = tl.arange(0, STEP // 2)[None, :], tl.arange(0, STEP // 32 // PACK)[None, :]
+    weight = W.to(tl.pointer_type(tl.int16)) + (group * N + n).to(tl.int64)[:, None] * (K // 2) + pairs
+    weight_scale = (group * tl.cdiv(N, 32) + n // 32)[:, None] * (K // 32 // PACK) + scales
+    weight_scale = WS.to(tl.pointer_type(word)) + weight_scale
+    # Of rows, too, bfloat16 in the order of `_factor` or two codes.
+    x = row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
+    rows = X + x + tl.arange(0, STEP)[None, :] if AHEAD else X.to(tl.pointer_type(tl.int16)) + x // 2 + pairs
+    row_scale = S.to(tl.pointer_type(word)) + x // (32 * PACK) + scales
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    for start in tl.range(split * STEPS // SPLITS * STEP, (split + 1) * STEPS // SPLITS * STEP, STEP):
+        codes = tl.load(weight + start // 2, mask=here[:, None], other=0)
+        powers = tl.load(weight_scale + start // (32 * PACK), mask=here[:, None], other=0)
+        left = _factor(codes, powers, ROWS, STEP, PTX)
+        if AHEAD:
+            right = tl.load(rows + start, mask=exists[:, None], other=0.0)
+        else:
+            codes = tl.load(rows + start // 2, mask=exists[:, None], other=0)
+            powers = tl.load(row_scale + start // (32 * PACK), mask=exists[:, None], other=0)
+            right = _factor(codes, powers, TILE, STEP, PTX)
+        total = settled(tl.dot(left, tl.trans(right), total), PTX)
+    total *= UNPLANED
+    out = ((split * count + row).to(tl.int64) * (GROUPS * N) + group * N)[:, None] + n[None, :]
+    total = tl.trans(total)
+    if SPLITS == 1:
+        total = total.to(tl.bfloat16)
+    tl.store(OUT + out, total, mask=exists[:, None] & here[None, :])
+
+
+@triton.jit
+def _spread(X, S, OUT, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_kernels_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    scales = tl.load(S + row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)
+    values = tl.reshape(e4m3_value(tl.load(X + row * K + at, mask=at < K, other=0)), (BLOCK // 32, 32))
+    values = (values * power(scales)[:, None] * 9.313225746154785e-10).to(tl.bfloat16)
+    values = tl.permute(tl.reshape(values, (BLOCK // 32, 16, 2)), (0, 2, 1))
+    tl.store(OUT + row * K + at, tl.reshape(values, (BLOCK,)), mask=at < K)
+
+
+@triton.jit
 def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -123,6 +230,40 @@ def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool) 
     return made
 
 
+def _launch(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, target: torch.Tensor,
+    shape: Shape,
+) -> None:  # fmt: skip
+    groups, out, inner = weight.shape
+    _dense_linear[(triton.cdiv(out, shape.height), triton.cdiv(len(codes), shape.tile), groups * shape.splits)](
+        codes, scales, weight, weight_scales, target, len(codes), K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
+        PACK=4 if inner // shape.splits % 128 == 0 else 1, ROWS=shape.height, TILE=shape.tile,
+        PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
+    )  # fmt: skip
+
+
+def _launch_folded(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, target: torch.Tensor,
+    shape: Shape,
+) -> None:  # fmt: skip
+    rows, width = codes.shape
+    groups, out, inner = weight.shape
+    if shape.ahead:
+        block = min(1024, triton.next_power_of_2(width))
+        spread = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+        _spread[(rows, triton.cdiv(width, block))](
+            codes, scales, spread, K=width, BLOCK=block, PDL=shape.pdl, num_warps=4, **options(shape.pdl)
+        )
+        codes = spread
+    step = min(shape.step, inner & -inner)
+    _folded[(triton.cdiv(rows, shape.tile), triton.cdiv(out, shape.height), groups * shape.splits)](
+        codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
+        STEP=step, AHEAD=shape.ahead, FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile,
+        PTX=chip.speaks_ptx(), PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        **options(shape.pdl),
+    )  # fmt: skip
+
+
 def dense_linear(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, *, fixed: bool = False
 ) -> torch.Tensor:
@@ -145,16 +286,11 @@ def dense_linear(
         return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)
     split = shape.splits > 1
     target = torch.empty(shape.splits, *made.shape, dtype=torch.float32, device=codes.device) if split else made
-    grid = (triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile), groups * shape.splits)
-    _dense_linear[grid](
-        codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
-        PACK=4 if inner // shape.splits % 128 == 0 else 1, ROWS=shape.height, TILE=shape.tile,
-        PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
-    )  # fmt: skip
+    (_launch_folded if shape.folded else _launch)(codes, scales, weight, weight_scales, target, shape)
     if split:
-        block = 1024
+        block = shape.block
         _sum_parts[(triton.cdiv(made.numel(), block),)](
-            target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, PDL=shape.pdl, num_warps=4,
+            target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, PDL=shape.pdl, num_warps=max(1, block // 256),
             **options(shape.pdl),
         )  # fmt: skip
     return made
