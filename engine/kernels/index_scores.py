@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, fp4_quarters, joined_quarters, plane_scale
-from engine.kernels.overlap import after_kernels_before, fetch_ahead, options, overlaps
+from engine.kernels.device import UNPLANED, fp4_quarters, grouped_quarter, joined_quarters, plane_scale
+from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 528
 """Programs that a GPU of 132 multiprocessors holds: longer runs of tiles share one loading of the queries."""
@@ -41,12 +41,22 @@ def query_quarters(HEADS, at, used, COLUMNS: tl.constexpr, KEY: tl.constexpr):
 
 
 @triton.jit
+def quarters_of(x, COLUMNS: tl.constexpr, KEY: tl.constexpr):
+    """Return the quarters [KEY / 4, COLUMNS] of queries of `query_quarters`, each of which meets a quarter of keys."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (COLUMNS, 2, 2, KEY // 4)), (0, 2, 3, 1)))
+    first, second = tl.split(tl.permute(low, (0, 2, 1)))
+    third, fourth = tl.split(tl.permute(high, (0, 2, 1)))
+    return tl.trans(first), tl.trans(second), tl.trans(third), tl.trans(fourth)
+
+
+@triton.jit
 def part_of(
-    HEADS, WEIGHTS, VISIBLE, sequence, first, EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr
-):
+    HEADS, WEIGHTS, VISIBLE, sequence, first, EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
     """Return bfloat16 [KEY, ROWS * H] of the queries of some rows of a sequence, their weights, and what rows see.
 
-    Absent ones are zero.
+    Absent ones are zero. Queries are one tensor in a tuple, or four, if `APART`.
     """
     column = first * H + tl.arange(0, ROWS * H)
     used = column < EACH * H
@@ -55,7 +65,8 @@ def part_of(
     weight = tl.load(WEIGHTS + at, mask=used, other=0.0) * (0.5 * UNPLANED)
     row = first + tl.arange(0, ROWS)
     seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
-    return tl.trans(query_quarters(HEADS, at, used, ROWS * H, KEY)), weight, seen
+    x = query_quarters(HEADS, at, used, ROWS * H, KEY)
+    return quarters_of(x, ROWS * H, KEY) if APART else (tl.trans(x),), weight, seen
 
 
 @triton.jit
@@ -64,7 +75,9 @@ def store_part(
     EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the scores of entries `place` for some rows of a sequence."""
-    products = tl.dot(keys, queries)
+    products = tl.dot(keys[0], queries[0])
+    for quarter in tl.static_range(1, len(keys)):
+        products = tl.dot(keys[quarter], queries[quarter], products)
     # Twice the positive part: the addition takes a magnitude for nothing, a maximum has half its rate.
     products = (products + tl.abs(products)) * weight[None, :]
     scores = tl.sum(tl.reshape(products, (TILE, ROWS, H)), axis=2)
@@ -77,12 +90,13 @@ def store_part(
 def _index_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
     page_stride, code_stride, scale_stride, score_stride, SHIFTS,
-    EACH: tl.constexpr, PADDED: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FETCHED: tl.constexpr,
-    WORDS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    EACH: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     sequence = tl.program_id(1)
+    first_row = 0 if ROWS * PARTS >= EACH else tl.program_id(2) * (ROWS * PARTS)
     begin = tl.program_id(0) * (TILE * TILES)
     # One by one: so the compiler knows that all threads go through as many tiles.
     visible = tl.load(VISIBLE + sequence * EACH)
@@ -91,46 +105,40 @@ def _index_scores(
     num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
     inside = tl.arange(0, TILE)
     group = tl.arange(0, 4)
-    half = tl.arange(0, KEY // 4)[None, :]
-    if HELD:
-        pages = pages_of(PAGES + sequence * page_stride, begin, begin + num_tiles * TILE, PER_PAGE)
-        # The first tiles come while queries do.
-        for tile in tl.static_range(FETCHED):
-            page = page_of(pages, begin, begin + tile * TILE, PER_PAGE)
-            lines = (begin + tile * TILE) % PER_PAGE + tl.arange(0, TILE // 2) * 2
-            fetch_ahead(CODES + page * code_stride + lines * (KEY // 4))
+    lines = inside[:, None] * (KEY // 4) + tl.arange(0, KEY // 4)[None, :]
+    pages = pages_of(PAGES + sequence * page_stride, begin, begin + num_tiles * TILE, PER_PAGE)
     if WORDS:
         shifts = tl.load(SHIFTS + group)
-    # Rows of a sequence in one part or two, whose products leave enough registers.
-    ROWS: tl.constexpr = PADDED // PARTS
-    queries, weight, seen = part_of(HEADS, WEIGHTS, VISIBLE, sequence, 0, EACH, ROWS, H, KEY)
-    if PARTS == 2:
-        queries2, weight2, seen2 = part_of(HEADS, WEIGHTS, VISIBLE, sequence, ROWS, EACH, ROWS, H, KEY)
+    # Rows of a sequence in parts, whose products leave enough registers.
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (part_of(HEADS, WEIGHTS, VISIBLE, sequence, first_row + part * ROWS, EACH, ROWS, H, KEY, APART),)
     # Stages said here: all loads are fetched ahead, also those that no product reads.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
-        if HELD:
-            page = page_of(pages, begin, first, PER_PAGE)
-        else:
-            # A page per entry, though they are all the same: loads through tensors are pipelined, through scalars not.
-            page = tl.load(PAGES + sequence * page_stride + (first + inside) // PER_PAGE).to(tl.int64)
-        entry = first % PER_PAGE + inside
+        page = page_of(pages, begin, first, PER_PAGE)
+        at = first % PER_PAGE
         # In two dimensions: in three, Triton 3.6 gives a warp 32 entries of 16 bytes, which asks for every sector twice.
-        codes = tl.load(CODES + (page * code_stride + entry * (KEY // 4))[:, None] + half)
+        codes = tl.load(CODES + page * code_stride + at * (KEY // 4) + lines)
         codes = tl.reshape(codes, (TILE, 4, 8))
         if WORDS:
             # More threads than entries could not fetch their bytes ahead. Shifts that are loaded may have any layout.
-            scales = (tl.load(SCALES + page * scale_stride + entry)[:, None] >> shifts[None, :]) & 255
+            scales = (tl.load(SCALES + page * scale_stride + at + inside)[:, None] >> shifts[None, :]) & 255
         else:
-            scales = tl.load(SCALES + (page * scale_stride + entry * 4)[:, None] + group[None, :])
+            scales = tl.load(SCALES + page * scale_stride + at * 4 + (inside[:, None] * 4 + group[None, :]))
         spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 8))
-        keys = joined_quarters(fp4_quarters(codes, spread, PTX), TILE)
+        quarters = fp4_quarters(codes, spread, PTX)
+        if APART:
+            keys = ()
+            for quarter in tl.static_range(4):
+                keys += (tl.reshape(grouped_quarter(quarters[quarter], TILE), (TILE, KEY // 4)),)
+        else:
+            keys = (joined_quarters(quarters, TILE),)
         entries = first + inside
-        store_part(keys, queries, weight, seen, SCORES, score_stride, sequence, 0, entries, EACH, ROWS, H, TILE)
-        if PARTS == 2:
-            store_part(
-                keys, queries2, weight2, seen2, SCORES, score_stride, sequence, ROWS, entries, EACH, ROWS, H, TILE
-            )
+        for part in tl.static_range(PARTS):
+            queries, weight, seen = parts[part]
+            row = first_row + part * ROWS
+            store_part(keys, queries, weight, seen, SCORES, score_stride, sequence, row, entries, EACH, ROWS, H, TILE)
 
 
 class Shape(NamedTuple):
@@ -139,16 +147,18 @@ class Shape(NamedTuple):
     tile: int
     """Entries at a time."""
     tiles: int
-    """Tiles a program goes through."""
+    """Tiles a program goes through, on 32 pages at most."""
     warps: int
     stages: int
     pdl: bool
     registers: int | None
     """The most a thread may have."""
-    held: bool
-    """Load a program's page numbers (of 32 pages at most) once, instead of for every tile."""
-    fetched: int
-    """Tiles that are asked for before the queries, if `held`; NVIDIA only."""
+    words: bool
+    """Load an entry's scales at once."""
+    rows: int
+    """Rows of a sequence that are one product."""
+    parts: int
+    """Such products of a program; other rows are other programs'."""
 
 
 def shape_of(sequences: int, entries: int, padded: int) -> Shape:
@@ -160,10 +170,11 @@ def shape_of(sequences: int, entries: int, padded: int) -> Shape:
         tiles=max(4, min(32, triton.next_power_of_2(each))),
         warps=4 if padded <= 2 else 8,
         stages=4,
-        held=True,
-        fetched=0,
         registers=None,
         pdl=overlaps(),
+        words=padded > 2,
+        rows=min(4, padded),
+        parts=max(1, padded // 4),
     )
 
 
@@ -194,17 +205,20 @@ def index_scores(
     padded = triton.next_power_of_2(each)
     per_page = key_codes.shape[1]
     shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
-    grid = (triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles), len(pages))
-    held = shape.held and per_page % shape.tile == 0 and shape.tile * shape.tiles <= 32 * per_page
-    words = 32 * shape.warps > shape.tile
+    grid = (
+        triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles),
+        len(pages),
+        triton.cdiv(each, shape.rows * shape.parts),
+    )
+    words = shape.words or 32 * shape.warps > shape.tile
     codes = key_codes.view(torch.int16)
     scales = key_scales.view(torch.int32) if words else key_scales
     more = {} if shape.registers is None else {"maxnreg": shape.registers}
     _index_scores[grid](
         heads, weights, codes, scales, pages, visible, scores,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
-        EACH=each, PADDED=padded, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
-        STAGES=shape.stages, HELD=held, FETCHED=shape.fetched, WORDS=words, PARTS=2 if padded > 4 else 1,
+        EACH=each, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
+        STAGES=shape.stages, WORDS=words, ROWS=shape.rows, PARTS=shape.parts, APART=shape.warps < 4,
         SHIFTS=_shifts(heads.device), PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps,
         num_stages=shape.stages, **more, **options(shape.pdl),
     )  # fmt: skip
