@@ -17,20 +17,15 @@ from engine.kernels import chip
 _FIRST_CAPABILITY = 9
 
 
-_LET_NEXT = tl.constexpr("after")
-"""When the next kernel may begin: "before" this one waits, "after", or as its programs "end". Before, kernels pile up that
-wait for one another and hold room that those ahead of them need."""
-
-
 @triton.jit
 def after_kernels_before(PDL: tl.constexpr):
-    """Wait until all earlier kernels are done, and let the next one begin; nothing unless `PDL`."""
+    """Wait until all earlier kernels are done, and let the next one begin; nothing unless `PDL`.
+
+    Let begin earlier, kernels that wait for one another would pile up, and hold room that those ahead of them need.
+    """
     if PDL:
-        if _LET_NEXT == "before":
-            gdc_launch_dependents()
         gdc_wait()
-        if _LET_NEXT == "after":
-            gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 @triton.jit

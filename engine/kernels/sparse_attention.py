@@ -30,7 +30,6 @@ class Shape(NamedTuple):
     merge_heads: int
     merge_warps: int
     pdl: bool
-    merge_pdl: bool
 
 
 def shape_of(heads: int, window: int, top: int, splits: int, *, upright: bool) -> Shape:
@@ -41,7 +40,7 @@ def shape_of(heads: int, window: int, top: int, splits: int, *, upright: bool) -
     # Fewer heads are multiplied by other instructions, for which keys lie in shared memory twice.
     if heads >= 64 and not upright and chip.speaks_ptx():
         tile = 128 if window % 128 == top % 128 == (window + top) // 128 % splits == 0 else 64
-    return Shape(heads, tile, 8, merge_heads=1, merge_warps=4, pdl=overlaps(), merge_pdl=overlaps())
+    return Shape(heads, tile, 8, merge_heads=1, merge_warps=4, pdl=overlaps())
 
 
 @triton.jit
@@ -295,8 +294,8 @@ def sparse_attention(
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](
             parts, sizes, sink, cos, sin, out, scales, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
-            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, QUANTIZED=quantized, PDL=shape.merge_pdl,
-            num_warps=shape.merge_warps, **options(shape.merge_pdl),
+            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, QUANTIZED=quantized, PDL=shape.pdl,
+            num_warps=shape.merge_warps, **options(shape.pdl),
         )  # fmt: skip
     return made
 
