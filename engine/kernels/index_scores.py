@@ -88,7 +88,7 @@ def store_part(
 
 @triton.jit
 def _index_scores(
-    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES,
+    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, held,
     page_stride, code_stride, scale_stride, score_stride, SHIFTS,
     EACH: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
@@ -106,7 +106,8 @@ def _index_scores(
     inside = tl.arange(0, TILE)
     group = tl.arange(0, 4)
     lines = inside[:, None] * (KEY // 4) + tl.arange(0, KEY // 4)[None, :]
-    pages = pages_of(PAGES + sequence * page_stride, begin, begin + num_tiles * TILE, PER_PAGE)
+    # All that the table has: so pages need not be waited for until it is known how many are seen.
+    pages = pages_of(PAGES + sequence * page_stride, begin, held, PER_PAGE)
     if WORDS:
         shifts = tl.load(SHIFTS + group)
     # Rows of a sequence in parts, whose products leave enough registers.
@@ -215,7 +216,7 @@ def index_scores(
     scales = key_scales.view(torch.int32) if words else key_scales
     more = {} if shape.registers is None else {"maxnreg": shape.registers}
     _index_scores[grid](
-        heads, weights, codes, scales, pages, visible, scores,
+        heads, weights, codes, scales, pages, visible, scores, pages.shape[1] * per_page,
         pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
         EACH=each, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
         STAGES=shape.stages, WORDS=words, ROWS=shape.rows, PARTS=shape.parts, APART=shape.warps < 4,
