@@ -1,0 +1,73 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+"""Kernels whose launches find their compiled code again without Triton's binder, which takes several times as long.
+
+A step that is not recorded makes hundreds of launches, one by one, on the host. What Triton compiles for is a launch's
+constants and options and, of every other argument, its type, whether it is 1 and whether 16 divides it (a pointer's
+address): by that the compiled kernel of an earlier launch is found here. The first launch of a kind is Triton's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+_I32, _I64 = 1 << 31, 1 << 63
+
+
+def _kind(value: object) -> object:
+    """Return what Triton looks at of an argument of a launch."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() & 15 == 0
+    if type(value) is int:
+        return value == 1, value & 15 == 0, -_I32 <= value < _I32, value < _I64
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return value if value is None else type(value)
+
+
+def _kind_of_any_number(value: object) -> object:
+    """As `_kind`, of a parameter that Triton was told not to specialize on: its integers differ by their width alone."""
+    return (-_I32 <= value < _I32, value < _I64) if type(value) is int else _kind(value)
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+class Kernel(JITFunction):
+    """A function of Triton that is launched: `kernel[grid](arguments, constants and options by name)`."""
+
+    def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(fn, **settings)
+        self._found: dict[object, tuple[Any, tuple[object, ...]]] = {}
+        self._kinds = tuple(
+            _itself if p.is_constexpr else _kind_of_any_number if p.do_not_specialize else _kind for p in self.params
+        )
+        self._runtime = frozenset(p.name for p in self.params if not p.is_constexpr)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        size = (*grid, 1, 1)
+
+        def launch(*args: object, **keywords: object) -> object:
+            kinds = [kind(arg) for kind, arg in zip(self._kinds, args, strict=False)]
+            key = driver.active.get_current_device(), *keywords.items(), *kinds
+            found = self._found.get(key)
+            if found is not None:
+                return found[0][size](*args, *found[1])
+            made = self.run(*args, grid=grid, warmup=False, **keywords)
+            rest = self.params[len(args) :]
+            # A value that changes from launch to launch must come by position: those by name are kept with the kernel.
+            if made is not None and torch.version.hip is None and self._runtime.isdisjoint(p.name for p in rest):
+                self._found[key] = made, tuple(keywords.get(p.name, p.default) for p in rest)
+            return made
+
+        return launch
+
+
+def kernel(fn: Callable[..., Any]) -> Any:  # noqa: ANN401 - as triton.jit
+    """As `triton.jit`, for functions that launchers launch."""
+    return InterpretedFunction(fn) if knobs.runtime.interpret else Kernel(fn)
