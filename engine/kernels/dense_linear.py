@@ -45,6 +45,8 @@ class Shape(NamedTuple):
     """Rows are widened by a kernel of their own; if folded."""
     step: int = 128
     """Columns of a pass; if folded."""
+    parts: int = 1
+    """Products of a pass, 1 or, if rows are widened ahead, 2."""
     fetched: int = 0
     """Passes whose weights are asked for before earlier kernels are waited for; if folded."""
     block: int = 1024
@@ -101,45 +103,55 @@ def _dense_linear(
 
 
 @triton.jit
-def _factor(codes, scales, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr):
-    """Return bfloat16 [ROWS, STEP], exactly 2^-30 times what int16 [ROWS, STEP / 2], two e4m3 codes each, mean.
+def _factor(codes, powers, ODD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr):
+    """Return bfloat16 [ROWS, STEP / 2], exactly 2^-30 times what int16 `codes`, two of e4m3 each, mean: the even or the odd.
 
-    `scales`: e8m0, uint8 [ROWS, STEP / 32], or, of 128 columns, int32 [ROWS, 1], four each; codes 1 .. 164. Of 32 columns,
-    the even ones come first: so no value leaves its thread.
+    `powers`: e8m0, uint8 [ROWS, STEP / 32], or, of 128 columns, int32 [ROWS, 1], four each; codes 1 .. 164.
     """
     if STEP == 128:
-        even = tl.join(scales & 255, (scales >> 16) & 255)
-        scales = tl.reshape(tl.join(even, tl.join((scales >> 8) & 255, (scales >> 24) & 255)), (ROWS, 4))
+        even = tl.join(powers & 255, (powers >> 16) & 255)
+        powers = tl.reshape(tl.join(even, tl.join((powers >> 8) & 255, (powers >> 24) & 255)), (ROWS, 4))
     # Sign, exponent and mantissa where bfloat16 has them are the value's 2^-120.
-    wide = ((scales.to(tl.int16) + 90) << 7).to(tl.bfloat16, bitcast=True)
+    wide = ((powers.to(tl.int16) + 90) << 7).to(tl.bfloat16, bitcast=True)
     wide = tl.broadcast_to(tl.expand_dims(wide, 2), (ROWS, STEP // 32, 16))
     pairs = tl.reshape(codes, (ROWS, STEP // 32, 16))
     if PTX:
-        even, odd = tl.inline_asm_elementwise(
+        # Two pairs at a time: no value leaves its thread.
+        made = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b;
-            shl.b32 a, $2, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, $2, 4;  and.b32 b, b, 0x07F007F0;
-            or.b32 a, a, b;  mul.rn.bf16x2 $0, a, $3;
-            and.b32 a, $2, 0x80008000;  shr.b32 b, $2, 4;  and.b32 b, b, 0x07F007F0;
-            or.b32 a, a, b;  mul.rn.bf16x2 $1, a, $3;
+            and.b32 a, $1, 0x80008000;  shr.b32 b, $1, 4;  and.b32 b, b, 0x07F007F0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $0, a, $2;
+            }"""
+            if ODD
+            else """{
+            .reg .b32 a, b;
+            shl.b32 a, $1, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, $1, 4;  and.b32 b, b, 0x07F007F0;
+            or.b32 a, a, b;  mul.rn.bf16x2 $0, a, $2;
             }""",
-            "=&r,=&r,r,r",
+            "=r,r,r",
             [pairs, wide],
-            dtype=(tl.bfloat16,) * 2,
+            dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
         )
     else:
-        words, scale = pairs.to(tl.int32), wide.to(tl.float32) * 7.52316384526264e-37
-        even = (e4m3_value((words & 255).to(tl.uint8)) * scale).to(tl.bfloat16)
-        odd = (e4m3_value(((words >> 8) & 255).to(tl.uint8)) * scale).to(tl.bfloat16)
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 3, 2)), (ROWS, STEP))
+        code = ((pairs.to(tl.int32) >> (8 if ODD else 0)) & 255).to(tl.uint8)
+        made = (e4m3_value(code) * (wide.to(tl.float32) * 7.52316384526264e-37)).to(tl.bfloat16)
+    return tl.reshape(made, (ROWS, STEP // 2))
+
+
+@triton.jit
+def _both(codes, powers, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr):
+    """Return [ROWS, STEP]: the even of `_factor`, then the odd."""
+    both = tl.join(_factor(codes, powers, False, ROWS, STEP, PTX), _factor(codes, powers, True, ROWS, STEP, PTX))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (ROWS, STEP))
 
 
 @triton.jit
 def _folded(
     X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // STEP
@@ -161,20 +173,28 @@ def _folded(
     weight_scale = WS.to(tl.pointer_type(word)) + weight_scale
     # Of rows, too, bfloat16 in the order of `_factor` or two codes.
     x = row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
-    rows = X + x + tl.arange(0, STEP)[None, :] if AHEAD else X.to(tl.pointer_type(tl.int16)) + x // 2 + pairs
+    rows = X + x + tl.arange(0, STEP // PARTS)[None, :] if AHEAD else X.to(tl.pointer_type(tl.int16)) + x // 2 + pairs
     row_scale = S.to(tl.pointer_type(word)) + x // (32 * PACK) + scales
     total = tl.zeros((ROWS, TILE), tl.float32)
     for start in tl.range(split * STEPS // SPLITS * STEP, (split + 1) * STEPS // SPLITS * STEP, STEP):
         codes = tl.load(weight + start // 2, mask=here[:, None], other=0)
         powers = tl.load(weight_scale + start // (32 * PACK), mask=here[:, None], other=0)
-        left = _factor(codes, powers, ROWS, STEP, PTX)
-        if AHEAD:
+        if AHEAD and PARTS == 2:
+            # The odd are unpacked while the even are multiplied.
             right = tl.load(rows + start, mask=exists[:, None], other=0.0)
+            total = tl.dot(_factor(codes, powers, False, ROWS, STEP, PTX), tl.trans(right), total)
+            right = tl.load(rows + start + STEP // 2, mask=exists[:, None], other=0.0)
+            total = tl.dot(_factor(codes, powers, True, ROWS, STEP, PTX), tl.trans(right), total)
         else:
-            codes = tl.load(rows + start // 2, mask=exists[:, None], other=0)
-            powers = tl.load(row_scale + start // (32 * PACK), mask=exists[:, None], other=0)
-            right = _factor(codes, powers, TILE, STEP, PTX)
-        total = settled(tl.dot(left, tl.trans(right), total), PTX)
+            left = _both(codes, powers, ROWS, STEP, PTX)
+            if AHEAD:
+                right = tl.load(rows + start, mask=exists[:, None], other=0.0)
+            else:
+                codes = tl.load(rows + start // 2, mask=exists[:, None], other=0)
+                powers = tl.load(row_scale + start // (32 * PACK), mask=exists[:, None], other=0)
+                right = _both(codes, powers, TILE, STEP, PTX)
+            total = tl.dot(left, tl.trans(right), total)
+        total = settled(total, PTX)
     total *= UNPLANED
     out = ((split * count + row).to(tl.int64) * (GROUPS * N) + group * N)[:, None] + n[None, :]
     total = tl.trans(total)
@@ -184,7 +204,7 @@ def _folded(
 
 
 @triton.jit
-def _spread(X, S, OUT, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _spread(X, S, OUT, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -192,7 +212,7 @@ def _spread(X, S, OUT, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     scales = tl.load(S + row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)
     values = tl.reshape(e4m3_value(tl.load(X + row * K + at, mask=at < K, other=0)), (BLOCK // 32, 32))
     values = (values * power(scales)[:, None] * 9.313225746154785e-10).to(tl.bfloat16)
-    values = tl.permute(tl.reshape(values, (BLOCK // 32, 16, 2)), (0, 2, 1))
+    values = tl.permute(tl.reshape(values, (BLOCK // STEP, STEP // 2, 2)), (0, 2, 1))
     tl.store(OUT + row * K + at, tl.reshape(values, (BLOCK,)), mask=at < K)
 
 
@@ -248,17 +268,17 @@ def _launch_folded(
 ) -> None:  # fmt: skip
     rows, width = codes.shape
     groups, out, inner = weight.shape
+    step = min(shape.step, inner & -inner)
     if shape.ahead:
         block = min(1024, triton.next_power_of_2(width))
         spread = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
         _spread[(rows, triton.cdiv(width, block))](
-            codes, scales, spread, K=width, BLOCK=block, PDL=shape.pdl, num_warps=4, **options(shape.pdl)
+            codes, scales, spread, K=width, STEP=step, BLOCK=block, PDL=shape.pdl, num_warps=4, **options(shape.pdl)
         )
         codes = spread
-    step = min(shape.step, inner & -inner)
     _folded[(triton.cdiv(rows, shape.tile), triton.cdiv(out, shape.height), groups * shape.splits)](
         codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
-        STEP=step, AHEAD=shape.ahead, FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile,
+        STEP=step, PARTS=shape.parts, AHEAD=shape.ahead, FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile,
         PTX=chip.speaks_ptx(), PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
         **options(shape.pdl),
     )  # fmt: skip

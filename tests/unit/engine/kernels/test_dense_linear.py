@@ -26,8 +26,9 @@ for groups, n, k, changed in (
     rows, scales = q8(torch.randn(35, groups * k, generator=g).bfloat16())
     weight = e4m3_weight(g, groups, n, k)
     want = reference.dense_linear(rows, scales, *weight)
-    for ahead in (True, False):
-        shape = lambda *a, **b: shape_of(*a, **b)._replace(splits=1, folded=True, ahead=ahead)._replace(**changed)
+    for ahead, parts in ((True, 2), (True, 1), (False, 1)):
+        usual = {"splits": 1, "folded": True, "ahead": ahead, "parts": parts}
+        shape = lambda *a, **b: shape_of(*a, **b)._replace(**usual | changed)
         with patch.object(op, "shape_of", shape):
             got = op.dense_linear(rows, scales, *weight, fixed=True)
             some = op.dense_linear(rows[30:34], scales[30:34], *weight, fixed=True)
