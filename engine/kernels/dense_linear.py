@@ -159,17 +159,19 @@ def _folded(
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     group, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     here, exists = n < N, row < count
+    # Weights that do not exist are others, which saves predicates.
+    held = n if N % ROWS == 0 else tl.minimum(n, N - 1)
+    weight = (group * N + held).to(tl.int64)[:, None] * K
     if FETCHED > 0:
         line = split * STEPS // SPLITS * STEP + STEP * tl.arange(0, FETCHED)
-        at = (group * N + tl.minimum(n, N - 1)).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)[None, :]
-        fetch_ahead(W + at)
+        fetch_ahead(W + weight + tl.minimum(line, K - 1)[None, :])
     after_kernels_before(PDL)
-    # Where four scales are one load, it is wide enough to be made ahead of its pass.
+    # Where four powers are one load, it is wide enough to be made ahead of its pass.
     word = tl.int32 if STEP == 128 else tl.uint8
     PACK: tl.constexpr = 4 if STEP == 128 else 1
     pairs, scales = tl.arange(0, STEP // 2)[None, :], tl.arange(0, STEP // 32 // PACK)[None, :]
-    weight = W.to(tl.pointer_type(tl.int16)) + (group * N + n).to(tl.int64)[:, None] * (K // 2) + pairs
-    weight_scale = (group * tl.cdiv(N, 32) + n // 32)[:, None] * (K // 32 // PACK) + scales
+    weight = W.to(tl.pointer_type(tl.int16)) + weight // 2 + pairs
+    weight_scale = (group * tl.cdiv(N, 32) + held // 32)[:, None] * (K // 32 // PACK) + scales
     weight_scale = WS.to(tl.pointer_type(word)) + weight_scale
     # Of rows, too, bfloat16 in the order of `_factor` or two codes.
     x = row.to(tl.int64)[:, None] * (GROUPS * K) + group * K
@@ -177,8 +179,8 @@ def _folded(
     row_scale = S.to(tl.pointer_type(word)) + x // (32 * PACK) + scales
     total = tl.zeros((ROWS, TILE), tl.float32)
     for start in tl.range(split * STEPS // SPLITS * STEP, (split + 1) * STEPS // SPLITS * STEP, STEP):
-        codes = tl.load(weight + start // 2, mask=here[:, None], other=0)
-        powers = tl.load(weight_scale + start // (32 * PACK), mask=here[:, None], other=0)
+        codes = tl.load(weight + start // 2)
+        powers = tl.load(weight_scale + start // (32 * PACK))
         if AHEAD and PARTS == 2:
             # The odd are unpacked while the even are multiplied.
             right = tl.load(rows + start, mask=exists[:, None], other=0.0)
