@@ -50,6 +50,25 @@ def quarters_of(x, COLUMNS: tl.constexpr, KEY: tl.constexpr):
 
 
 @triton.jit
+def scales_of(words, shifts, PTX: tl.constexpr):
+    """Return `plane_scale` of the bytes of int32 `words` that begin at bits `shifts` (0, 8, 16, 24); both broadcast."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x;
+            prmt.b32 x, $1, 0, $2;  mad.lo.u32 x, x, 128, 0x2100;  cvt.u16.u32 $0, x;
+            }""",
+            "=h,r,r",
+            [words, 0x4440 + (shifts >> 3)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return plane_scale((words >> shifts) & 255)
+
+
+@triton.jit
 def part_of(
     HEADS, WEIGHTS, VISIBLE, sequence, first, EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr,
     APART: tl.constexpr,
@@ -71,10 +90,11 @@ def part_of(
 
 @triton.jit
 def store_part(
-    keys, queries, weight, seen, SCORES, score_stride, sequence, first, place,
+    keys, part, SCORES, score_stride, sequence, first, place,
     EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the scores of entries `place` for some rows of a sequence."""
+    """Store the scores of entries `place` for some rows of a sequence, of `part_of`."""
+    queries, weight, seen = part
     products = tl.dot(keys[0], queries[0])
     for quarter in tl.static_range(1, len(keys)):
         products = tl.dot(keys[quarter], queries[quarter], products)
@@ -124,10 +144,13 @@ def _index_scores(
         codes = tl.reshape(codes, (TILE, 4, 8))
         if WORDS:
             # More threads than entries could not fetch their bytes ahead. Shifts that are loaded may have any layout.
-            scales = (tl.load(SCALES + page * scale_stride + at + inside)[:, None] >> shifts[None, :]) & 255
+            words = tl.load(SCALES + page * scale_stride + at + inside)
+            scales = scales_of(words[:, None], shifts[None, :], PTX)
         else:
-            scales = tl.load(SCALES + page * scale_stride + at * 4 + (inside[:, None] * 4 + group[None, :]))
-        spread = tl.broadcast_to(tl.expand_dims(plane_scale(scales), 2), (TILE, 4, 8))
+            scales = plane_scale(
+                tl.load(SCALES + page * scale_stride + at * 4 + (inside[:, None] * 4 + group[None, :]))
+            )
+        spread = tl.broadcast_to(tl.expand_dims(scales, 2), (TILE, 4, 8))
         quarters = fp4_quarters(codes, spread, PTX)
         if APART:
             keys = ()
@@ -137,9 +160,8 @@ def _index_scores(
             keys = (joined_quarters(quarters, TILE),)
         entries = first + inside
         for part in tl.static_range(PARTS):
-            queries, weight, seen = parts[part]
             row = first_row + part * ROWS
-            store_part(keys, queries, weight, seen, SCORES, score_stride, sequence, row, entries, EACH, ROWS, H, TILE)
+            store_part(keys, parts[part], SCORES, score_stride, sequence, row, entries, EACH, ROWS, H, TILE)
 
 
 class Shape(NamedTuple):
