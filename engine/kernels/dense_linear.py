@@ -49,6 +49,8 @@ class Shape(NamedTuple):
     """Products of a pass, 1 or, if rows are widened ahead, 2."""
     fetched: int = 0
     """Passes whose weights are asked for before earlier kernels are waited for; if folded."""
+    joined: bool = False
+    """The last program of a tile adds its parts, no second kernel; if rows are widened ahead."""
     block: int = 1024
     """Results that a program of the second kernel adds, 256 a warp."""
 
@@ -150,8 +152,8 @@ def _both(codes, powers, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def _folded(
-    X, S, W, WS, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    X, S, W, WS, OUT, MADE, COUNTS, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    JOINED: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // STEP
@@ -198,16 +200,34 @@ def _folded(
             total = tl.dot(left, tl.trans(right), total)
         total = settled(total, PTX)
     total *= UNPLANED
-    out = ((split * count + row).to(tl.int64) * (GROUPS * N) + group * N)[:, None] + n[None, :]
+    place = (row.to(tl.int64) * (GROUPS * N) + group * N)[:, None] + n[None, :]
+    inside = exists[:, None] & here[None, :]
     total = tl.trans(total)
     if SPLITS == 1:
-        total = total.to(tl.bfloat16)
-    tl.store(OUT + out, total, mask=exists[:, None] & here[None, :])
+        tl.store(OUT + place, total.to(tl.bfloat16), mask=inside)
+    else:
+        size = count.to(tl.int64) * (GROUPS * N)
+        tl.store(OUT + split * size + place, total, mask=inside)
+        if JOINED:
+            tile = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+            # All threads have stored; what others stored is read past the first-level cache.
+            tl.debug_barrier()
+            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == SPLITS - 1:
+                total = tl.zeros((TILE, ROWS), tl.float32)
+                for part in tl.static_range(SPLITS):
+                    total += tl.load(OUT + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(MADE + place, total.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
-def _spread(X, S, OUT, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _spread(
+    X, S, OUT, COUNTS, K: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     after_kernels_before(PDL)
+    if TILES > 0:
+        tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(COUNTS + tile, tl.zeros((BLOCK,), tl.int32), mask=tile < TILES)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -266,23 +286,28 @@ def _launch(
 
 def _launch_folded(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, target: torch.Tensor,
-    shape: Shape,
+    made: torch.Tensor, shape: Shape,
 ) -> None:  # fmt: skip
     rows, width = codes.shape
     groups, out, inner = weight.shape
     step = min(shape.step, inner & -inner)
+    grid = (triton.cdiv(rows, shape.tile), triton.cdiv(out, shape.height), groups * shape.splits)
+    counts = made
     if shape.ahead:
         block = min(1024, triton.next_power_of_2(width))
         spread = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+        tiles = grid[0] * grid[1] * groups if shape.joined and shape.splits > 1 else 0
+        counts = torch.empty(tiles, dtype=torch.int32, device=codes.device)
         _spread[(rows, triton.cdiv(width, block))](
-            codes, scales, spread, K=width, STEP=step, BLOCK=block, PDL=shape.pdl, num_warps=4, **options(shape.pdl)
-        )
+            codes, scales, spread, counts, K=width, STEP=step, TILES=tiles, BLOCK=block, PDL=shape.pdl, num_warps=4,
+            **options(shape.pdl),
+        )  # fmt: skip
         codes = spread
-    _folded[(triton.cdiv(rows, shape.tile), triton.cdiv(out, shape.height), groups * shape.splits)](
-        codes, scales, weight, weight_scales, target, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits,
-        STEP=step, PARTS=shape.parts, AHEAD=shape.ahead, FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile,
-        PTX=chip.speaks_ptx(), PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **options(shape.pdl),
+    _folded[grid](
+        codes, scales, weight, weight_scales, target, made, counts, rows, K=inner, N=out, GROUPS=groups,
+        SPLITS=shape.splits, JOINED=shape.joined, STEP=step, PARTS=shape.parts, AHEAD=shape.ahead,
+        FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile, PTX=chip.speaks_ptx(),
+        PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
     )  # fmt: skip
 
 
@@ -308,8 +333,11 @@ def dense_linear(
         return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)
     split = shape.splits > 1
     target = torch.empty(shape.splits, *made.shape, dtype=torch.float32, device=codes.device) if split else made
-    (_launch_folded if shape.folded else _launch)(codes, scales, weight, weight_scales, target, shape)
-    if split:
+    if shape.folded:
+        _launch_folded(codes, scales, weight, weight_scales, target, made, shape)
+    else:
+        _launch(codes, scales, weight, weight_scales, target, shape)
+    if split and not shape.joined:
         block = shape.block
         _sum_parts[(triton.cdiv(made.numel(), block),)](
             target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, PDL=shape.pdl, num_warps=max(1, block // 256),

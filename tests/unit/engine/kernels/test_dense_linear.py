@@ -26,8 +26,8 @@ for groups, n, k, changed in (
     rows, scales = q8(torch.randn(35, groups * k, generator=g).bfloat16())
     weight = e4m3_weight(g, groups, n, k)
     want = reference.dense_linear(rows, scales, *weight)
-    for ahead, parts in ((True, 2), (True, 1), (False, 1)):
-        usual = {"splits": 1, "folded": True, "ahead": ahead, "parts": parts}
+    for ahead, parts, joined in ((True, 2, False), (True, 1, True), (False, 1, False)):
+        usual = {"splits": 1, "folded": True, "ahead": ahead, "parts": parts, "joined": joined}
         shape = lambda *a, **b: shape_of(*a, **b)._replace(**usual | changed)
         with patch.object(op, "shape_of", shape):
             got = op.dense_linear(rows, scales, *weight, fixed=True)
