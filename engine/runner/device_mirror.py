@@ -25,6 +25,8 @@ _BUFFERS = 3
 """Uploads whose host memory may still be read: of two steps in flight, and of the one that is made."""
 _CHANGES = 1 << 14
 """Changes that a pinned upload has room for; more go by a slow way."""
+_ALIGNED = 4
+"""Fields begin at multiples of so many values: a kernel is compiled once for addresses divisible by 16, once for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ class DeviceMirror:
         self._page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self._recent = torch.full((self._records * self._slots,), -1, dtype=torch.int64, device=device)
         most = StepShape(rows, config.chunk_tokens + rows, rows)
-        self._inputs = torch.zeros(sum(most.sizes(history_tokens)) + _CHANGES, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(
+            sum(map(_room, most.sizes(history_tokens))) + _CHANGES, dtype=torch.int64, device=device
+        )
         self._uploads = [stream.pinned(len(self._inputs), torch.int64) for _ in range(_BUFFERS)]
         self._floors = np.zeros((3, rows), np.int32)
         self._has_floors = np.zeros(rows, np.bool_)
@@ -85,7 +89,7 @@ class DeviceMirror:
         host, at = upload.numpy(), 0
         for values in self._fields(plan, shape, chosen):
             host[at : at + len(values)] = values
-            at += len(values)
+            at += _room(len(values))
         changes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, pair in self._changes(plan):
             end = at + len(pair)
@@ -102,9 +106,12 @@ class DeviceMirror:
 
     def batch(self, shape: StepShape, plan: Plan | None = None) -> ForwardBatch:
         """Return the tensors of the staged step; without a plan those of any step of this shape that decodes."""
-        flat = self._inputs[: sum(shape.sizes(self._history))].split(shape.sizes(self._history))
+        sizes = shape.sizes(self._history)
+        rooms = [_room(size) for size in sizes]
+        parts = self._inputs[: sum(rooms)].split(rooms)
+        flat = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         rows, _, _, asking, _, owner, ids, cell, offset, positions = flat[:10]
-        small = self._inputs[: 3 * shape.rows + 1].int()
+        small = self._inputs[: sum(rooms[:3])].int().split(rooms[:3])
         token_ids = torch.where(ids < 0, self.next_token[owner], ids)
         slots = torch.where(offset < 0, offset, self._page_table.view(-1)[cell] * self._size + offset)
         history = None
@@ -114,9 +121,9 @@ class DeviceMirror:
             history = found.view(shape.rows, self._history)
             self._recent[note] = token_ids
         device_rows = DeviceRows(
-            rows=small[: shape.rows],
-            q_start=small[shape.rows : 2 * shape.rows + 1],
-            seq_start=small[2 * shape.rows + 1 :],
+            rows=small[0][: shape.rows],
+            q_start=small[1][: shape.rows + 1],
+            seq_start=small[2][: shape.rows],
             max_q=1 if plan is None else int(np.diff(plan.q_start).max(initial=0)),
             max_length=self._width * self._size,
         )
@@ -140,7 +147,7 @@ class DeviceMirror:
 
     def keep(self, shape: StepShape, tokens: torch.Tensor) -> None:
         """Let the rows asked in the staged step begin their next one with `tokens` int64 [m]."""
-        first = 3 * shape.rows + 1 + shape.asking
+        first = sum(_room(size) for size in shape.sizes(self._history)[:4])
         self.next_token[self._inputs[first : first + len(tokens)]] = tokens
 
     def take_floors(self, plan: Plan) -> None:
@@ -232,6 +239,11 @@ class DeviceMirror:
     def _images_of(self, plan: Plan) -> ImageRows | None:
         found = None if self._images is None else self._images.of_step(plan.rows, plan.q_start, plan.seq_start)
         return None if found is None else ImageRows(found.at.to(self.device), found.rows.to(self.device))
+
+
+def _room(size: int) -> int:
+    """Return what a field of so many values takes of an upload."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _padded(values: Ints, count: int, fill: int = 0) -> Ints:
