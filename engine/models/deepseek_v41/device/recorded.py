@@ -1,12 +1,15 @@
 """Verify steps and drafts that a GPU repeats from recordings: issuing their kernels one by one takes ten times as long.
 
 A recording has room for a number of rows (a power of two) with one block of drafts each; fewer rows and shorter runs are
-padded. It is made when its size is first met. Inputs go to the device in one copy. Used by one executor thread. Knows no
-acceptance rule.
+padded. It is made when its size is first met; all share one memory pool. Inputs go to the device in one copy. Used by one
+executor thread. Knows no acceptance rule.
 
 Shape legend: b rows, t tokens, k drafts, V vocabulary, d hidden.
 """
 
+import functools
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,16 +20,25 @@ import torch
 from engine.batch import DeviceRows, ForwardBatch
 from engine.models.drafter import Captures
 
+logger = logging.getLogger(__name__)
+
 I64 = npt.NDArray[np.int64]
 Work = Callable[[], None]
 Record = Callable[[Work], Work]
 """Returns what repeats some work, which reads and writes tensors that stay where they are; nothing of it need run now."""
 Forward = Callable[[ForwardBatch], tuple[torch.Tensor, Captures]]
 _LEAST_PAGES = 16
+_ALIGNED = 2
+"""Inputs begin at multiples of so many values: kernels are compiled once for addresses divisible by 16, once for others."""
+
+
+_pool = functools.cache(torch.cuda.graph_pool_handle)
+"""The memory that all recordings of a process take turns with: what one leaves there, nobody reads."""
 
 
 def record_on_gpu(work: Work) -> Work:
-    """Capture work into a CUDA graph, after one run that compiles what has to be."""
+    """Capture work into a CUDA graph, after one run that compiles what has to be. It leaves results elsewhere."""
+    begun = time.perf_counter()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -34,8 +46,9 @@ def record_on_gpu(work: Work) -> Work:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Other threads may use the device meanwhile: transfers do.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         work()
+    logger.info("recorded steps of a further size in %.1f s", time.perf_counter() - begun)
     return graph.replay
 
 
@@ -48,18 +61,19 @@ class Inputs:
     """Integers of a recording's inputs, side by side on the device; set in one copy."""
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
-        self._sizes = sizes
-        self._held = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.parts = self._held.split(sizes)
+        self._rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        self._held = torch.zeros(sum(self._rooms), dtype=torch.int64, device=device)
+        rooms = self._held.split(self._rooms)
+        self.parts = tuple(part[:size] for part, size in zip(rooms, sizes, strict=True))
         """int64 views, one per size."""
 
     def set(self, *values: I64) -> None:
         """Put values [n] with n at most their size, padded as they come: the caller pads what must not be zero."""
         host = np.zeros(len(self._held), np.int64)
         at = 0
-        for size, part in zip(self._sizes, values, strict=True):
+        for room, part in zip(self._rooms, values, strict=True):
             host[at : at + len(part)] = part
-            at += size
+            at += room
         self._held.copy_(torch.from_numpy(host))
 
 
