@@ -109,6 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grammar: GrammarConfig = GrammarConfig()
     graphs: GraphsConfig = GraphsConfig()
     kernels: KernelsConfig = KernelsConfig()
+    warm_up: bool = True
+    """On a GPU, run steps of all sizes at start, so that no request waits for a kernel to be compiled."""
     images: bool = True
     """Take images, if the model does."""
     image_cache_bytes: Annotated[int, Meta(ge=0)] = 256 << 20

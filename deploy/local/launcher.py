@@ -32,7 +32,8 @@ from kv_transfer.memory import sweep_stale_segments
 
 READY_POLL_S = 0.05
 BACKLOG = 2048
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
+"""Loading, recording steps, and compiling every kernel if nothing is cached: a process that ends instead is seen at once."""
 GATEWAY_IDS = ("gateway-1", "gateway-2")
 """One serves; the other replaces it in a rollout, on the same HTTP port and the other of two membership ports."""
 CONTROLLER_ID = "controller-1"

@@ -5,30 +5,26 @@ one computes, because the tokens it begins with never leave the device.
 make their step wait for its logits. Executor thread only, except for pending steps. Knows no sequences, no pool, no tree.
 """
 
-import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.request import SamplingParams
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammars import RowGrammars
 from engine.models.model import GraphModel, KVTensors, Model
-from engine.plan import Plan, PlanExtra, RowInit, StepResult
-from engine.runner.decode_graphs import MIB, DecodeGraphs, tiers_of
+from engine.plan import Plan, StepResult
+from engine.runner.decode_graphs import DecodeGraphs, tiers_of
 from engine.runner.device_mirror import DeviceMirror, StepShape
 from engine.runner.device_sampler import DeviceChoice, DeviceSampler
 from engine.runner.device_stream import DeviceStream, StreamEvent, stream_of
 from engine.runner.executor import spread
 from engine.runner.row_images import row_images
 from engine.sampling import ChoiceParams, SampleOutput, Sampler
-
-logger = logging.getLogger(__name__)
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -168,8 +164,6 @@ class DeviceExecutor:
             )
             self._tokens = [self._stream.pinned(config.num_rows, torch.int64) for _ in range(_BUFFERS)]
             self._graphs = self._record(config)
-        if self._graphs is not None and config.graphs.enabled:
-            self._warm_up(min(config.chunk_tokens, model.facts.max_positions, max_pages * config.page_tokens))
 
     def run(self, plan: Plan) -> StepResult:
         """Run one step and wait for it."""
@@ -237,41 +231,6 @@ class DeviceExecutor:
             # Padding only: nothing is stored.
             graphs.record(lambda shape: self._mirror.stage(_BLANK, shape, none), self._decode)
         return graphs
-
-    def _warm_up(self, tokens: int) -> None:
-        """Run the largest chunk once, into the sink page, with every way to choose: what has to be compiled or allocated
-        for it is compiled and allocated before the first request, and too little memory shows now.
-        """
-        init = RowInit(
-            row=0,
-            generation=0,
-            sampling=SamplingParams(temperature=1.0, top_p=0.5, num_logprobs=1),
-            token_ids=b"",
-            num_prompt_tokens=0,
-            min_tokens=0,
-            masked_until_min=(),
-        )
-        plan = replace(
-            _BLANK,
-            rows=np.zeros(1, np.int32),
-            gens=np.zeros(1, np.uint32),
-            q_start=np.array([0, tokens], np.int32),
-            seq_start=np.zeros(1, np.int32),
-            use_next=np.zeros(1, np.uint8),
-            sample=np.ones(1, np.uint8),
-            tokens=np.zeros(tokens, np.int32),
-            extra=PlanExtra(inits=(init,)),
-        )
-        begun = self._wall_time()
-        self.run(plan)
-        used, total = self._stream.used_bytes()
-        logger.info(
-            "first chunk of %d tokens in %.1f s, device memory %.0f of %.0f MiB in use",
-            tokens,
-            self._wall_time() - begun,
-            used / MIB,
-            total / MIB,
-        )
 
     def _choose(self, pending: PendingStep, logits: torch.Tensor, rows: I32, positions: I64) -> None:
         """Choose a token a row, keep it as the next one, and queue what goes to the host."""

@@ -16,8 +16,10 @@ from engine.models.drafter import SpeculativeModel
 from engine.models.model import KVTensors, Model
 from engine.plan import Plan, StepHandle, StepResult, decode_plan
 from engine.runner.device_executor import DeviceExecutor
+from engine.runner.device_stream import stream_of
 from engine.runner.executor import Computed, Executor, Launched, StepExecutor
 from engine.runner.speculative import SpeculativeExecutor
+from engine.runner.warm_up import WarmUp
 
 MAX_IN_FLIGHT = 2
 
@@ -54,14 +56,19 @@ class ModelRunner:
     ) -> None:
         """Without `grammars` no request may have one. `executor`: run this one, not what fits the model."""
         self._executor: Executor | DeviceExecutor
+        drafts = 0
         if executor is not None:
             self._executor = executor
         elif config.speculation.mode != "off" and isinstance(model, SpeculativeModel):
             self._executor = SpeculativeExecutor(model, kv, config, max_pages, grammars=grammars)
+            drafts = model.num_drafts
         elif model.device.type != "cpu":
             self._executor = DeviceExecutor(model, kv, config, max_pages, grammars=grammars)
         else:
             self._executor = StepExecutor(model, kv, config, max_pages, grammars=grammars)
+        if config.warm_up and model.device.type != "cpu":
+            room = min(model.facts.max_positions, max_pages * config.page_tokens)
+            WarmUp(config, model.facts, room, drafts).run(self._executor, stream_of(model.device).used_bytes)
         self._threads = config.threads
         self._device = model.device
         self._last_step = 0

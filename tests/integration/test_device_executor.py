@@ -9,6 +9,7 @@ import torch
 from benchmarks.engine_texts import SAMPLINGS
 from engine.config import GraphsConfig, SpeculationConfig
 from engine.runner.decode_graphs import DecodeGraphs
+from engine.runner.warm_up import WarmUp
 from tests.fakes.engine_rig import request_of
 from tests.fakes.model_rig import FAR, ModelRig, device_model_of, hand_over, model_of
 from tests.integration.test_grammar_equality import GRAMMARS
@@ -109,11 +110,20 @@ def test_under_pressure_and_after_a_hand_over_the_text_is_the_same():
         assert target.sink.tokens[seq] == want
 
 
-def test_a_chunk_budget_beyond_the_pool_does_not_matter_at_start():
-    """The first chunk that is run before any request has no more tokens than a row has pages for."""
-    with ModelRig(
-        "", model=device_model_of("tiny-llama"), on_device=True, num_pages=4, num_rows=1, chunk_tokens=512
-    ) as rig:
+def warmed(rig):
+    """Run the steps before the first request, within the pages of a row."""
+    room = min(rig.model.facts.max_positions, rig.engine.capacity.max_pages * rig.config.page_tokens)
+    WarmUp(rig.config, rig.model.facts, room).run(rig.runner._executor, lambda: (0, 0))
+
+
+def test_steps_before_the_first_request_change_no_text():
+    """Even if a chunk may have more tokens than the pool."""
+    model = device_model_of("tiny-llama")
+    with ModelRig("", model=model, on_device=True, num_pages=64, num_rows=5, chunk_tokens=24) as rig:
+        warmed(rig)
+        same(traffic(rig), small_truth())
+    with ModelRig("", model=model, on_device=True, num_pages=4, num_rows=1, chunk_tokens=512) as rig:
+        warmed(rig)
         assert len(rig.text(prompt_of(1, 9), 4, temperature=0.0)) == 4
 
 

@@ -7,6 +7,7 @@ from engine.cache.kv_memory import KVMemory, anonymous_buffers
 from engine.config import EngineConfig
 from engine.plan import UNLIMITED, Plan, PlanExtra, RowInit
 from engine.runner.speculative import SpeculativeExecutor
+from engine.runner.warm_up import WarmUp
 from tests.fakes.deepseek_driver import PAGE, text, tiny_model
 from tests.fakes.device_deepseek import WideDriver, wide
 
@@ -34,11 +35,13 @@ def plan(step, ids=None, length=0):
     )  # fmt: skip
 
 
-def said(model):
-    """What every step chose."""
-    config = EngineConfig(page_tokens=PAGE, num_pages=PAGES + 1, num_rows=2, chunk_tokens=32)
+def said(model, *, is_warm=False):
+    """What every step chose; with `is_warm`, behind the steps that come before the first request."""
+    config = EngineConfig(page_tokens=PAGE, num_pages=PAGES + 1, num_rows=2, chunk_tokens=2)
     layout = model.kv_layout(PAGES + 1, 2, PAGE)
     executor = SpeculativeExecutor(model, KVMemory(layout, anonymous_buffers(layout)), config, PAGES)
+    if is_warm:
+        WarmUp(config, model.facts, PAGES * PAGE, model.num_drafts).run(executor, lambda: (0, 0))
     found, length = [], 0
     for step in range(1, 4):
         result = executor.run(plan(step, text(6, PROMPT) if step == 1 else None, length))
@@ -59,7 +62,7 @@ def test_the_speculative_executor_works_on_a_device():
 
     model.record = record
     with wide():
-        got = said(model)
+        got = said(model, is_warm=True)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
-    # The prompt is one block long, so it is recorded like a verify step; drafts are one more.
-    assert len(made) == 2
+    # Verify steps and drafts of one row and of two: nothing is left to be recorded for requests.
+    assert len(made) == 4
