@@ -305,7 +305,7 @@ def _launch_folded(
         codes = spread
     _folded[grid](
         codes, scales, weight, weight_scales, target, made, counts, rows, K=inner, N=out, GROUPS=groups,
-        SPLITS=shape.splits, JOINED=shape.joined, STEP=step, PARTS=shape.parts, AHEAD=shape.ahead,
+        SPLITS=shape.splits, JOINED=shape.joined and shape.ahead, STEP=step, PARTS=shape.parts, AHEAD=shape.ahead,
         FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile, PTX=chip.speaks_ptx(),
         PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
     )  # fmt: skip
@@ -337,7 +337,7 @@ def dense_linear(
         _launch_folded(codes, scales, weight, weight_scales, target, made, shape)
     else:
         _launch(codes, scales, weight, weight_scales, target, shape)
-    if split and not shape.joined:
+    if split and not (shape.folded and shape.joined and shape.ahead):
         block = shape.block
         _sum_parts[(triton.cdiv(made.numel(), block),)](
             target, made, made.numel(), SPLITS=shape.splits, BLOCK=block, PDL=shape.pdl, num_warps=max(1, block // 256),
