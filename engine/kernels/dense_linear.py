@@ -153,7 +153,7 @@ def _both(codes, powers, ROWS: tl.constexpr, STEP: tl.constexpr, PTX: tl.constex
 @triton.jit
 def _folded(
     X, S, W, WS, OUT, MADE, COUNTS, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    JOINED: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    JOINED: tl.constexpr, STEP: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // STEP
@@ -169,8 +169,7 @@ def _folded(
         fetch_ahead(W + weight + tl.minimum(line, K - 1)[None, :])
     after_kernels_before(PDL)
     # Where four powers are one load, it is wide enough to be made ahead of its pass.
-    word = tl.int32 if STEP == 128 else tl.uint8
-    PACK: tl.constexpr = 4 if STEP == 128 else 1
+    word = tl.int32 if PACK == 4 else tl.uint8
     pairs, scales = tl.arange(0, STEP // 2)[None, :], tl.arange(0, STEP // 32 // PACK)[None, :]
     weight = W.to(tl.pointer_type(tl.int16)) + weight // 2 + pairs
     weight_scale = (group * tl.cdiv(N, 32) + held // 32)[:, None] * (K // 32 // PACK) + scales
@@ -210,13 +209,18 @@ def _folded(
         tl.store(OUT + split * size + place, total, mask=inside)
         if JOINED:
             tile = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-            # All threads have stored; what others stored is read past the first-level cache.
-            tl.debug_barrier()
-            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == SPLITS - 1:
-                total = tl.zeros((TILE, ROWS), tl.float32)
-                for part in tl.static_range(SPLITS):
-                    total += tl.load(OUT + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(MADE + place, total.to(tl.bfloat16), mask=inside)
+            _join(OUT + place, size, MADE + place, COUNTS + tile, inside, SPLITS, ROWS, TILE)
+
+
+@triton.jit
+def _join(parts, size, made, count, inside, SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    # All threads have stored; what others stored is read past the first-level cache.
+    tl.debug_barrier()
+    if tl.atomic_add(count, 1, sem="acq_rel") == SPLITS - 1:
+        total = tl.zeros((TILE, ROWS), tl.float32)
+        for part in tl.static_range(SPLITS):
+            total += tl.load(parts + part * size, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(made, total.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -305,7 +309,7 @@ def _launch_folded(
         codes = spread
     _folded[grid](
         codes, scales, weight, weight_scales, target, made, counts, rows, K=inner, N=out, GROUPS=groups,
-        SPLITS=shape.splits, JOINED=shape.joined and shape.ahead, STEP=step, PARTS=shape.parts, AHEAD=shape.ahead,
+        SPLITS=shape.splits, JOINED=shape.joined and shape.ahead, STEP=step, PACK=4 if step == 128 else 1, PARTS=shape.parts, AHEAD=shape.ahead,
         FETCHED=shape.fetched if shape.pdl else 0, ROWS=shape.height, TILE=shape.tile, PTX=chip.speaks_ptx(),
         PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **options(shape.pdl),
     )  # fmt: skip
