@@ -55,7 +55,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_bytes_per_op: Bytes = 32 << 20
     max_run_bytes: Bytes = 4 << 20
     """Consecutive pages are merged into copies of at most this size."""
-    gather_blocks: Annotated[int, Meta(ge=0, le=1024)] = 0
+    gather_blocks: Annotated[int, Meta(ge=0, le=1024)] = 32
     """Blocks of the kernel by which cuda-ipc reads several pages below 2 MiB at once, 32 are fastest; 0: copy engines do."""
     step_bytes: Bytes = 8 << 20
     """A copy of shared memory, or of another process's, looks for cancellation this often."""

@@ -2,11 +2,12 @@
 """The residual stream: what a block adds to it, and its root-mean-square norm for the next block, in one pass."""
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
 
-@triton.jit
+
+@kernel
 def _add_norm(X, DELTA, W, OUT, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, BLOCK)
@@ -30,7 +31,7 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
     """
     out = torch.empty_like(x)
     if len(x):
-        block = triton.next_power_of_2(x.shape[1])
+        block = next_power_of_2(x.shape[1])
         _add_norm[(len(x),)](
             x, x if delta is None else delta, weight, out, eps, D=x.shape[1], BLOCK=block, ADD=delta is not None,
             num_warps=8 if block > 2048 else 4,

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
+
 LOWEST = tl.constexpr(0x00800000)
 """Key of the lowest finite float32."""
 INFINITE = tl.constexpr(0xFF800000)
@@ -130,7 +132,7 @@ def append(COUNT, VALUES, IDS, row, value, token, chosen, ROOM: tl.constexpr):
     tl.store(IDS + row * ROOM + place, token, mask=chosen & (place < ROOM))
 
 
-@triton.jit
+@kernel
 def _best_of_groups(LOGITS, AT, BEST, vocab, row_stride, REACH: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -145,7 +147,7 @@ def _best_of_groups(LOGITS, AT, BEST, vocab, row_stride, REACH: tl.constexpr, WI
     tl.store(BEST + (row * tl.num_programs(1) + part) * groups + tl.arange(0, groups), of_group)
 
 
-@triton.jit
+@kernel
 def _begin(
     BEST, TEMPERATURE, LOG_MIN_P, TOP, REACHED, FLOOR, RAW, COUNT, groups,
     K: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr,
@@ -183,7 +185,7 @@ def _begin(
     tl.store(COUNT + row, 0)
 
 
-@triton.jit
+@kernel
 def _gather(
     LOGITS, AT, TEMPERATURE, TOP_K, TOP_P, TOP, REACHED, FLOOR, RAW, COUNT, VALUES, IDS, LEFT, LOW, MASS,
     vocab, row_stride,
@@ -229,7 +231,7 @@ def _gather(
 def groups_of(vocab: int, shape: Shape) -> int:
     """Return how many groups have an id at least."""
     whole, rest = divmod(vocab, shape.reach)
-    return whole * (shape.width // shape.fold) + triton.cdiv(min(rest, shape.width), shape.fold)
+    return whole * (shape.width // shape.fold) + cdiv(min(rest, shape.width), shape.fold)
 
 
 def gather_best(
@@ -243,7 +245,7 @@ def gather_best(
     rows, vocab, device = at.shape[0], logits.shape[1], logits.device
     assert logits.stride(1) == 1
     assert logits.dtype is torch.float32
-    reaches, parts = triton.cdiv(vocab, shape.reach), triton.cdiv(vocab, shape.part)
+    reaches, parts = cdiv(vocab, shape.reach), cdiv(vocab, shape.part)
     groups = reaches * (shape.width // shape.fold)
     best = torch.empty(rows, groups, dtype=torch.float32, device=device)
     top, mass = (torch.empty(n, dtype=torch.float64, device=device) for n in (rows, rows * parts))
@@ -259,7 +261,7 @@ def gather_best(
     )  # fmt: skip
     _begin[(rows,)](
         best, temperature, log_min_p, top, reached, floor, raw, count, groups,
-        K=shape.best, GROUPS=triton.next_power_of_2(groups), PLAIN=plain, num_warps=shape.begin_warps,
+        K=shape.best, GROUPS=next_power_of_2(groups), PLAIN=plain, num_warps=shape.begin_warps,
     )  # fmt: skip
     _gather[(rows, parts)](
         logits, at, temperature, top_k, top_p, *found, vocab, stride,

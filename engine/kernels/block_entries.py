@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -21,10 +21,10 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for rows of so many columns."""
-    return Shape(min(1024, triton.next_power_of_2(width)), 4, pdl=overlaps())
+    return Shape(min(1024, next_power_of_2(width)), 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _block_entries(
     COLUMNS, BLOCKS, OUT, count, width, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def block_entries(columns: torch.Tensor, blocks: torch.Tensor, size: int) -> tor
     out = torch.empty_like(columns)
     if rows:
         shape = shape_of(count)
-        _block_entries[(rows, triton.cdiv(count, shape.block))](
+        _block_entries[(rows, cdiv(count, shape.block))](
             columns, blocks, out, count, blocks.shape[1], SIZE=size, BLOCK=shape.block, PDL=shape.pdl,
             num_warps=shape.warps, **options(shape.pdl),
         )  # fmt: skip

@@ -7,16 +7,16 @@ As `index_scores`, except that a row's entries come from its list and results li
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED, fp4_quarters, joined_quarters, plane_scale
 from engine.kernels.index_scores import query_quarters
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
-@triton.jit
+@kernel
 def _block_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, BLOCKS, OUT, page_stride, code_stride, scale_stride, columns,
     H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -81,7 +81,7 @@ def block_scores(
     halves = key_codes.view(torch.int16)
     if rows:
         shape = shape_of()
-        _block_scores[(triton.cdiv(columns, shape.tile), rows)](
+        _block_scores[(cdiv(columns, shape.tile), rows)](
             heads, weights, halves, key_scales, pages, visible, blocks, made,
             pages.stride(0), halves.stride(0), key_scales.stride(0), columns,
             H=num_heads, KEY=width, PER_PAGE=key_codes.shape[1], BLOCK=block, TILE=shape.tile,

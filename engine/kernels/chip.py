@@ -7,8 +7,9 @@ import torch
 from triton import knobs
 
 
+@functools.cache
 def speaks_ptx() -> bool:
-    """Return whether kernels may hold PTX: not under AMD's compiler and not in the interpreter."""
+    """Return whether kernels may hold PTX: not under AMD's compiler and not in the interpreter; the environment says so."""
     return torch.version.hip is None and not knobs.runtime.interpret
 
 

@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -22,7 +22,7 @@ def shape_of(experts: int) -> Shape:
     return Shape(1 if experts <= 64 else 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _choose_routes(
     LOGITS, BIAS, KINDS, CHOSEN, WEIGHTS, temperature, eps, scale,
     E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
@@ -70,7 +70,7 @@ def choose_routes(
         shape = shape_of(experts)
         _choose_routes[(rows,)](
             logits, bias, kinds, chosen, weights, temperature, eps, scale,
-            E=experts, EXPERTS=triton.next_power_of_2(experts), K=k, PDL=shape.pdl, num_warps=shape.warps,
+            E=experts, EXPERTS=next_power_of_2(experts), K=k, PDL=shape.pdl, num_warps=shape.warps,
             **options(shape.pdl),
         )  # fmt: skip
     return chosen, weights

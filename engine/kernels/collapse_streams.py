@@ -2,15 +2,15 @@
 """Collapse streams that no sublayer has just written, normalise and quantize: the second half of `mix_streams`."""
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import store_normed
+from engine.kernels.launch import kernel
 from engine.kernels.mix_streams import shape_of
 from engine.kernels.overlap import after_kernels_before, options
 
 
-@triton.jit
+@kernel
 def _collapse_streams(
     X, PRE, W, NORMED, CODES, SCALES, eps, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

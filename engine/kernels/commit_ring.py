@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -24,7 +24,7 @@ def shape_of() -> Shape:
     return Shape(4, 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _commit_ring(
     PACKED, TOKENS, RECORD, POSITIONS, RING, count, capacity, record_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -56,8 +56,8 @@ def commit_ring(
         return
     words, slots = packed.view(wide), ring.view(wide)
     shape = shape_of()
-    _commit_ring[(triton.cdiv(len(tokens), shape.tile),)](
+    _commit_ring[(cdiv(len(tokens), shape.tile),)](
         words, tokens, record, positions, slots, len(tokens), ring.shape[1], slots.stride(0), WIDTH=width,
-        BLOCK=triton.next_power_of_2(width), TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
+        BLOCK=next_power_of_2(width), TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
         **options(shape.pdl),
     )  # fmt: skip

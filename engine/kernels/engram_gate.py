@@ -4,13 +4,13 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
-@triton.jit
+@kernel
 def _engram_gate(X, P, W, SKIP, OUT, eps, HC: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for streams of a width."""
-    chunk = min(2048, triton.next_power_of_2(width))
+    chunk = min(2048, next_power_of_2(width))
     return Shape(chunk, max(1, chunk // 256), pdl=overlaps())
 
 

@@ -7,14 +7,14 @@ What comes out is quantized already: a quantized linear reads it as it is.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import NgramColumns, Shards
 
 
-@triton.jit
+@kernel
 def _engram_lookup(
     NGRAMS, MAP, MULTIPLIERS, PRIMES, OFFSETS, ADDRESSES, CODES, SCALES, pad, rows_each, shards,
     LENGTH: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr,
@@ -80,7 +80,7 @@ def engram_lookup(
     scales = torch.empty(rows, count * width // 32, dtype=torch.uint8, device=ngrams.device)
     if rows:
         shape = shape_of(rows, width)
-        _engram_lookup[(rows, triton.cdiv(count, shape.columns))](
+        _engram_lookup[(rows, cdiv(count, shape.columns))](
             ngrams, token_map, columns.multipliers, columns.primes, columns.offsets, table.addresses, codes, scales,
             columns.pad, table.each, table.addresses.shape[1],
             LENGTH=length, EACH=count // (length - 1), WIDTH=width, GROUPS=width // 32, COUNT=count,

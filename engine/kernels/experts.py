@@ -22,11 +22,12 @@ from engine.kernels.device import (
     power,
     settled,
 )
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.shards import Shards
 
 
-@triton.jit
+@kernel
 def _planes(
     X, S, OUT, CLEARED, OFFSETS, K: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr, CLEAR: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -60,8 +61,8 @@ def planes(
     """
     rows, width = codes.shape
     out = torch.empty(rows, width // 128, 8, 2, 4, 2, dtype=torch.bfloat16, device=codes.device)
-    block = min(1024, triton.next_power_of_2(width))
-    parts = triton.cdiv(width, block)
+    block = min(1024, next_power_of_2(width))
+    parts = cdiv(width, block)
     zeros, offsets = cleared or (codes, codes)
     if rows:
         _planes[(rows, parts)](
@@ -185,8 +186,8 @@ def shape_for(pairs: int, experts: int) -> Shape:
     Up to a mean of 32 pairs an expert tiles are twice as wide, so that most experts need one, and half as wide where that
     is enough; of more pairs all but the last are full, and what is behind them is narrow.
     """
-    mean = triton.cdiv(pairs, experts)
-    tile = 128 if mean > 64 else max(16, min(64, triton.next_power_of_2(2 * mean)))
+    mean = cdiv(pairs, experts)
+    tile = 128 if mean > 64 else max(16, min(64, next_power_of_2(2 * mean)))
     narrow = max(16, tile // 2) if mean <= 32 else tile // 4
     wide = tile == 128
     return Shape(

@@ -8,6 +8,7 @@ import triton.language as tl
 from engine.kernels import chip
 from engine.kernels.device import all_agree
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
 
@@ -26,7 +27,7 @@ def _tile_down(
     tl.store(OUT + pair[:, None] * D + made_at[None, :], made, mask=exists[:, None])
 
 
-@triton.jit
+@kernel
 def _experts_down(
     X, ORDER, OFFSETS, W, WS, OUT, each,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
@@ -68,7 +69,7 @@ def experts_down(
     shape = shape_of(pairs, experts)
     _experts_down[(width // shape.rows, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales, (out, offsets), pdl=shape.pdl), order, offsets, *places_of(w2), out, w2.each,
-        K=inner, D=width, E=experts, EXPERTS=triton.next_power_of_2(experts),
+        K=inner, D=width, E=experts, EXPERTS=next_power_of_2(experts),
         ROWS=shape.rows, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts,
         MASKED=shape.masked, SHARDED=len(w2.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip

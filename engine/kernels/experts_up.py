@@ -8,6 +8,7 @@ import triton.language as tl
 from engine.kernels import chip
 from engine.kernels.device import all_agree, q8_code
 from engine.kernels.experts import Shape, max_tiles, places_of, planes, product, shape_for, shard_of, tile_of
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before
 from engine.kernels.shards import Shards
 
@@ -36,7 +37,7 @@ def _tile_up(
     tl.store(out, made_scales.to(tl.uint8), mask=exists[:, None])
 
 
-@triton.jit
+@kernel
 def _experts_up(
     X, ORDER, OFFSETS, W, WS, ROUTE, H, HS, limit, each,
     K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
@@ -88,7 +89,7 @@ def experts_up(
     _experts_up[(inner // half, max_tiles(pairs, experts, shape.tile))](
         planes(codes, scales, pdl=shape.pdl), order, offsets, *places_of(w13), route_weights, made, made_scales,
         limit, w13.each,
-        K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=triton.next_power_of_2(experts),
+        K=width, INNER=inner, TOP_K=route_weights.shape[1], E=experts, EXPERTS=next_power_of_2(experts),
         HALF=half, TILE=shape.tile, NARROW=shape.narrow, PARTS=shape.parts,
         MASKED=shape.masked, SHARDED=len(w13.codes) > 1, PTX=chip.speaks_ptx(), PDL=shape.pdl, **shape.options,
     )  # fmt: skip

@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -24,7 +24,7 @@ def shape_of() -> Shape:
     return Shape(32, 1, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _gather_ngrams(
     IDS, OWNER, Q_START, HISTORY, NGRAMS, count, image, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,8 +54,8 @@ def gather_ngrams(
     ngrams = torch.empty(count, length, dtype=torch.int64, device=ids.device)
     if count:
         shape = shape_of()
-        _gather_ngrams[(triton.cdiv(count, shape.tile),)](
-            ids, owner, q_start, history, ngrams, count, image, LENGTH=length, WIDTH=triton.next_power_of_2(length),
+        _gather_ngrams[(cdiv(count, shape.tile),)](
+            ids, owner, q_start, history, ngrams, count, image, LENGTH=length, WIDTH=next_power_of_2(length),
             TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps, **options(shape.pdl),
         )  # fmt: skip
     return ngrams

@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import LEAST_Q4, e2m1_code, e2m1_value, exponent_ceil, inverse_power, power, rotated
+from engine.kernels.launch import kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -25,7 +25,7 @@ def shape_of(rows: int, heads: int) -> Shape:
     return Shape(min(heads, 4 if rows <= 64 else heads), 1 if rows <= 64 else 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _index_queries(
     X, COS, SIN, OUT, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

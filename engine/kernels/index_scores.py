@@ -13,6 +13,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED, fp4_quarters, grouped_quarter, joined_quarters, plane_scale
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 528
@@ -106,7 +107,7 @@ def store_part(
     tl.store(where, scores, mask=place[:, None] < seen[None, :])
 
 
-@triton.jit
+@kernel
 def _index_scores(
     HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, held,
     page_stride, code_stride, scale_stride, score_stride, SHIFTS,
@@ -187,10 +188,10 @@ class Shape(NamedTuple):
 def shape_of(sequences: int, entries: int, padded: int) -> Shape:
     """Return how `entries` of each of `sequences` are scanned by `padded` rows; no score depends on it."""
     tile = 128
-    each = triton.cdiv(entries, tile) * sequences // _PROGRAMS
+    each = cdiv(entries, tile) * sequences // _PROGRAMS
     return Shape(
         tile=tile,
-        tiles=max(4, min(32, triton.next_power_of_2(each))),
+        tiles=max(4, min(32, next_power_of_2(each))),
         warps=4 if padded <= 2 else 8,
         stages=4,
         registers=None,
@@ -225,13 +226,13 @@ def index_scores(
     """
     rows, num_heads, width = heads.shape
     each = rows // len(pages)
-    padded = triton.next_power_of_2(each)
+    padded = next_power_of_2(each)
     per_page = key_codes.shape[1]
     shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
     grid = (
-        triton.cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles),
+        cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles),
         len(pages),
-        triton.cdiv(each, shape.rows * shape.parts),
+        cdiv(each, shape.rows * shape.parts),
     )
     words = shape.words or 32 * shape.warps > shape.tile
     codes = key_codes.view(torch.int16)

@@ -6,6 +6,7 @@ constants and options and, of every other argument, its type, whether it is 1 an
 address): by that the compiled kernel of an earlier launch is found here. The first launch of a kind is Triton's own.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,16 @@ class Kernel(JITFunction):
         )
         self._runtime = frozenset(p.name for p in self.params if not p.is_constexpr)
 
+    def _key(self, args: tuple[object, ...], keywords: dict[str, object]) -> tuple[object, ...]:
+        kinds = [kind(arg) for kind, arg in zip(self._kinds, args, strict=False)]
+        return driver.active.get_current_device(), *keywords.items(), *kinds
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         size = (*grid, 1, 1)
 
         def launch(*args: object, **keywords: object) -> object:
-            kinds = [kind(arg) for kind, arg in zip(self._kinds, args, strict=False)]
-            key = driver.active.get_current_device(), *keywords.items(), *kinds
+            # Before the first launch there may be no driver to ask.
+            key = self._key(args, keywords) if self._found else None
             found = self._found.get(key)
             if found is not None:
                 return found[0][size](*args, *found[1])
@@ -62,12 +67,25 @@ class Kernel(JITFunction):
             rest = self.params[len(args) :]
             # A value that changes from launch to launch must come by position: those by name are kept with the kernel.
             if made is not None and torch.version.hip is None and self._runtime.isdisjoint(p.name for p in rest):
-                self._found[key] = made, tuple(keywords.get(p.name, p.default) for p in rest)
+                kept = tuple(keywords.get(p.name, p.default) for p in rest)
+                self._found[self._key(args, keywords) if key is None else key] = made, kept
             return made
 
         return launch
 
 
-def kernel(fn: Callable[..., Any]) -> Any:  # noqa: ANN401 - as triton.jit
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; Triton's own, made for kernels, takes microseconds on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is not below n, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def kernel(fn: Callable[..., Any] | None = None, **settings: Any) -> Any:
     """As `triton.jit`, for functions that launchers launch."""
-    return InterpretedFunction(fn) if knobs.runtime.interpret else Kernel(fn)
+    if fn is None:
+        return functools.partial(kernel, **settings)
+    return InterpretedFunction(fn, **settings) if knobs.runtime.interpret else Kernel(fn, **settings)

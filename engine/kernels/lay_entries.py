@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -24,7 +24,7 @@ def shape_of() -> Shape:
     return Shape(128, 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _lay_entries(
     POSITIONS, SLOTS, OWNER, RECORD, Q_START, START, LEAST, PAGE, AT, INDEX, NUMBER, PENDING, count, page_tokens,
     pending, M: tl.constexpr, HAS_LEAST: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -78,7 +78,7 @@ def lay_entries(
     index = torch.empty(count, m, dtype=torch.int64, device=positions.device)
     if count:
         shape = shape_of()
-        _lay_entries[(triton.cdiv(count, shape.tile),)](
+        _lay_entries[(cdiv(count, shape.tile),)](
             positions, slots, owner, record, q_start, start, owner if least is None else least, page, at, index, number,
             kept, count, page_tokens, pending, M=m, HAS_LEAST=least is not None, TILE=shape.tile, PDL=shape.pdl,
             num_warps=shape.warps, **options(shape.pdl),

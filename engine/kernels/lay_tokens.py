@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _NEVER = tl.constexpr(1 << 40)
@@ -29,7 +29,7 @@ def shape_of() -> Shape:
     return Shape(16, 64, 1, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _lay_tokens(
     IDS, POSITIONS, SLOTS, ROWS, Q_START, FLOORS, OWNER, RECORD, LOWEST, KEPT, KINDS, VISIBLE, count, sequences, image,
     RATIOS: tl.constexpr, HAS_FLOORS: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +87,7 @@ def lay_tokens(
     visible = torch.empty(len(ratios), count, dtype=torch.int32, device=device)
     if count:
         shape = shape_of()
-        _lay_tokens[(triton.cdiv(count, shape.tile),)](
+        _lay_tokens[(cdiv(count, shape.tile),)](
             ids, positions, slots, rows, q_start, rows if floors is None else floors, owner, record, lowest, kept, kinds,
             visible, count, len(rows), image, RATIOS=ratios, HAS_FLOORS=floors is not None, TILE=shape.tile,
             EACH=shape.rows, PDL=shape.pdl, num_warps=shape.warps, **options(shape.pdl),

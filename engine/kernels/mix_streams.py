@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.device import store_normed
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -24,11 +25,11 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for streams of a width."""
-    chunk = 1024 if width > 1024 else min(512, triton.next_power_of_2(width))
+    chunk = 1024 if width > 1024 else min(512, next_power_of_2(width))
     return Shape(chunk, max(1, chunk // 128), pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _mix_streams(
     Y, PAIRS, X, POST, COMB, PRE, W, MADE, NORMED, CODES, SCALES, eps, D: tl.constexpr, K: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,

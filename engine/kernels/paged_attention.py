@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
+
 LOG2_E = 1.4426950408889634
 DECODE = {"TILE": 64, "num_warps": 2, "num_stages": 3}
 CHUNK = {"M": 128, "TILE": 64, "num_warps": 4, "num_stages": 2}
@@ -55,7 +57,7 @@ def _attend(q, k, v, valid, most, total, o, SCALE: tl.constexpr, MASKED: tl.cons
     return new, total, o
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _decode(
     Q, PAGES, TABLE, STARTS, SEQ, OUT, PARTS, SIZES, count, table_stride, page_stride, value_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
@@ -106,7 +108,7 @@ def _decode(
             tl.store(PARTS + part[:, None] * D + width[None, :], o, mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _merge(
     PARTS, SIZES, STARTS, SEQ, OUT, count, H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -137,7 +139,7 @@ def _merge(
         tl.store(OUT + token.to(tl.int64) * (H * D) + head * D + width, o.to(OUT.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _chunks(
     Q, PAGES, TABLE, STARTS, SEQ, OUT, count, table_stride, page_stride, value_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
@@ -219,7 +221,7 @@ def paged_attention(
         sizes = torch.empty(count, splits, heads, 2, dtype=torch.float32, device=query.device)
     _decode[(kv_heads, count, splits)](
         query, pages, page_table, q_start, seq_start, out, parts, sizes, rows, *strides, **shape, **DECODE,
-        GROUP=max(16, triton.next_power_of_2(group)), SPLITS=splits, BY_TOKEN=by_token,
+        GROUP=max(16, next_power_of_2(group)), SPLITS=splits, BY_TOKEN=by_token,
     )  # fmt: skip
     if splits > 1:
         _merge[(heads, count)](
@@ -228,7 +230,7 @@ def paged_attention(
         )  # fmt: skip
     if max_q > 1 and not by_token:
         tiles = CHUNK if query.dtype is torch.bfloat16 else _CHUNK_F32
-        padded = triton.next_power_of_2(group)
+        padded = next_power_of_2(group)
         _chunks[(kv_heads, tokens // (tiles["M"] // padded) + rows)](
             query, pages, page_table, q_start, seq_start, out, rows, *strides, **shape, **tiles, GROUP=padded,
         )  # fmt: skip

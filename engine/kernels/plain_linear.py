@@ -8,9 +8,9 @@ second kernel adds the parts, first to last. Programs that make several parts ad
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _PROGRAMS = 132
@@ -42,19 +42,19 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int, out: int, inner: int, *, fixed: bool) -> Shape:
     """Return the shape for [rows, inner] x [out, inner]; with `fixed` only `each` depends on rows."""
-    tile = _FIXED_TILE if fixed else max(16, min(128, triton.next_power_of_2(rows)))
-    tiles = 1 if fixed else triton.cdiv(rows, tile)
-    height = next((h for h in (64, 32) if triton.cdiv(out, h) * tiles >= _PROGRAMS), 64 if out >= _HIGH else 16)
+    tile = _FIXED_TILE if fixed else max(16, min(128, next_power_of_2(rows)))
+    tiles = 1 if fixed else cdiv(rows, tile)
+    height = next((h for h in (64, 32) if cdiv(out, h) * tiles >= _PROGRAMS), 64 if out >= _HIGH else 16)
     step = 128 if inner % 128 == 0 and tile <= 32 else 64 if inner % 64 == 0 else 32
-    made = triton.cdiv(out, height) * tiles
-    parts = 1 if made >= _PROGRAMS else min(triton.cdiv(inner, step), _MOST_PARTS, max(1, 2 * _PROGRAMS // made))
-    is_full = fixed and triton.cdiv(rows, tile) >= parts
+    made = cdiv(out, height) * tiles
+    parts = 1 if made >= _PROGRAMS else min(cdiv(inner, step), _MOST_PARTS, max(1, 2 * _PROGRAMS // made))
+    is_full = fixed and cdiv(rows, tile) >= parts
     warps = 2 if height == 16 and tile <= _FIXED_TILE else 4
     each = parts if is_full else 1
     return Shape(height, tile, step, parts, each, warps, 4, rows_first=out > rows, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _plain_linear(
     X, W, OUT, count, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
     PART: tl.constexpr, EACH: tl.constexpr, ROWS_FIRST: tl.constexpr, PDL: tl.constexpr,
@@ -81,7 +81,7 @@ def _plain_linear(
     tl.store(out, tl.trans(done + total), mask=exists[:, None] & here[None, :])
 
 
-@triton.jit
+@kernel
 def _merge_parts(PARTIAL, OUT, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,17 +107,17 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) 
     if not rows:
         return made
     shape = shape_of(rows, out, inner, fixed=fixed)
-    part = triton.cdiv(triton.cdiv(inner, shape.parts), shape.step) * shape.step
-    groups = triton.cdiv(inner, part * shape.each)
+    part = cdiv(cdiv(inner, shape.parts), shape.step) * shape.step
+    groups = cdiv(inner, part * shape.each)
     summed = made if groups == 1 else torch.empty(groups, rows, out, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(out, shape.height), triton.cdiv(rows, shape.tile)
+    tiles = cdiv(out, shape.height), cdiv(rows, shape.tile)
     _plain_linear[(*(reversed(tiles) if shape.rows_first else tiles), groups)](
         x, weight, summed, rows, K=inner, N=out, ROWS=shape.height, TILE=shape.tile, STEP=shape.step, PART=part,
         EACH=shape.each, ROWS_FIRST=shape.rows_first, PDL=shape.pdl, num_warps=shape.warps,
         num_stages=shape.stages, **options(shape.pdl),
     )  # fmt: skip
     if groups > 1:
-        _merge_parts[(triton.cdiv(rows * out, _MERGED),)](
+        _merge_parts[(cdiv(rows * out, _MERGED),)](
             summed, made, rows * out, PARTS=groups, BLOCK=_MERGED, PDL=shape.pdl, num_warps=1, **options(shape.pdl)
         )
     return made

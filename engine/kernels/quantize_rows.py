@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -25,7 +25,7 @@ def shape_of() -> Shape:
     return Shape(2048, 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _quantize_rows(X, CODES, SCALES, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(rows, width // 32, dtype=torch.uint8, device=x.device)
     if rows:
         shape = shape_of()
-        _quantize_rows[(triton.cdiv(rows * width, shape.block),)](
+        _quantize_rows[(cdiv(rows * width, shape.block),)](
             x, codes, scales, rows * width, BLOCK=shape.block, PDL=shape.pdl, num_warps=shape.warps,
             **options(shape.pdl),
         )  # fmt: skip

@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import store_normed
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -22,11 +22,11 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for rows of a width."""
-    chunk = min(1024 if width > 2048 else 512, triton.next_power_of_2(width))
+    chunk = min(1024 if width > 2048 else 512, next_power_of_2(width))
     return Shape(chunk, max(1, min(4, chunk // 128)), pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _rms_quantize(
     X, W, Y, CODES, SCALES, eps, stride, D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

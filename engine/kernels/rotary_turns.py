@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -24,7 +24,7 @@ def shape_of(rows: int) -> Shape:
     return Shape(1 if rows <= 256 else 16, 1 if rows <= 256 else 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _rotary_turns(
     POSITIONS, FREQUENCIES, COS, SIN, count, back, PAIRS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,8 +50,8 @@ def rotary_turns(positions: torch.Tensor, frequencies: torch.Tensor, back: int) 
     cos, sin = (torch.empty(rows, pairs, dtype=torch.float32, device=positions.device) for _ in range(2))
     if rows:
         shape = shape_of(rows)
-        _rotary_turns[(triton.cdiv(rows, shape.tile),)](
-            positions, frequencies, cos, sin, rows, back, PAIRS=pairs, WIDTH=triton.next_power_of_2(pairs),
+        _rotary_turns[(cdiv(rows, shape.tile),)](
+            positions, frequencies, cos, sin, rows, back, PAIRS=pairs, WIDTH=next_power_of_2(pairs),
             TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps, **options(shape.pdl),
         )  # fmt: skip
     return cos, sin

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.philox import GUMBEL_MAX
 from engine.sampling import GREEDY_BELOW
 
@@ -126,7 +127,7 @@ def _nearly(logits, begin, vocab, divisor, border, last, seed, position, sample,
     return most, tl.min(tl.where(best == most, chosen, NONE), axis=0), rivals
 
 
-@triton.jit
+@kernel
 def _sample_parts(
     LOGITS, TEMPERATURE, SEED, POSITION, SAMPLE, BORDER, LAST, BEST, CHOSEN, vocab, row_stride,
     TILE: tl.constexpr, PART: tl.constexpr, GREEDY: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
@@ -171,7 +172,7 @@ def _sample_parts(
     tl.store(CHOSEN + at, chosen)
 
 
-@triton.jit
+@kernel
 def _sample_best(BEST, CHOSEN, OUT, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0)
     part = tl.arange(0, WIDTH)
@@ -198,7 +199,7 @@ def sample_tokens(
     """
     rows, vocab = logits.shape
     shape = shape_of()
-    parts = triton.cdiv(vocab, shape.part)
+    parts = cdiv(vocab, shape.part)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     best = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
     chosen = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
@@ -209,5 +210,5 @@ def sample_tokens(
             TILE=shape.tile, PART=shape.part, GREEDY=GREEDY_BELOW, HIGH=GUMBEL_MAX + 1e-3, LOW=_GUMBEL_MIN,
             num_warps=shape.warps,
         )  # fmt: skip
-        _sample_best[(rows,)](best, chosen, out, PARTS=parts, WIDTH=triton.next_power_of_2(parts), num_warps=1)
+        _sample_best[(rows,)](best, chosen, out, PARTS=parts, WIDTH=next_power_of_2(parts), num_warps=1)
     return out

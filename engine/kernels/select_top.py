@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _CHUNK = 4096
@@ -30,7 +31,7 @@ class Shape(NamedTuple):
 
 def shape_of(k: int) -> Shape:
     """Return the shape for a choice of k."""
-    return Shape(max(_CHUNK, 4 * triton.next_power_of_2(k)), 512, 8, pdl=overlaps())
+    return Shape(max(_CHUNK, 4 * next_power_of_2(k)), 512, 8, pdl=overlaps())
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _border(key, K: tl.constexpr):
     return tl.where(exact > 0, found - 1, found)
 
 
-@triton.jit
+@kernel
 def _select(
     SCORES, KEYS, IDS, VISIBLE, OUT_KEYS, OUT_IDS, size, score_stride, in_stride, out_stride,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
@@ -129,20 +130,20 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
     are those of blocks, and the block of column visible - 1 is always chosen.
     """
     rows, size = scores.shape
-    size = triton.cdiv(size, block)
+    size = cdiv(size, block)
     device = scores.device
     keys = ids = scores
     first = True
     shape = shape_of(k)
     chunk = shape.chunk
     while True:
-        chunks = triton.cdiv(size, chunk)
+        chunks = cdiv(size, chunk)
         out_ids = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
         out_keys = out_ids if chunks == 1 else torch.empty(rows, chunks * k, dtype=torch.uint32, device=device)
-        width = min(chunk, triton.next_power_of_2(size))
+        width = min(chunk, next_power_of_2(size))
         _select[(rows, chunks)](
             scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), keys.stride(0), out_ids.stride(0),
-            K=k, WIDTH=triton.next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
+            K=k, WIDTH=next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
             PDL=shape.pdl, num_warps=max(1, min(shape.most_warps, width // shape.each)), **options(shape.pdl),
         )  # fmt: skip
         if chunks == 1:

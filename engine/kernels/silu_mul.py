@@ -2,11 +2,12 @@
 """The gate of a feed-forward block: silu(gate) * up, from one product that has both."""
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 
-@triton.jit
+
+@kernel
 def _silu_mul(X, OUT, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -23,6 +24,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        block = min(1024, triton.next_power_of_2(width))
-        _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+        block = min(1024, next_power_of_2(width))
+        _silu_mul[(rows, cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
     return out

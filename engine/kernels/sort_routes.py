@@ -4,9 +4,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -21,10 +21,10 @@ class Shape(NamedTuple):
 
 def shape_of(pairs: int) -> Shape:
     """Return the shape for so many pairs."""
-    return Shape(min(4096, triton.next_power_of_2(pairs)), 4, pdl=overlaps())
+    return Shape(min(4096, next_power_of_2(pairs)), 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _sort_routes(EXPERTS, ORDER, OFFSETS, count, num_experts, CHUNK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     expert = tl.program_id(0)

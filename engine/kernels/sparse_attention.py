@@ -14,6 +14,7 @@ import triton.language as tl
 
 from engine.kernels import chip
 from engine.kernels.device import UNPLANED, q8_code
+from engine.kernels.launch import kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 from engine.kernels.sparse_attention_keys import entry_keys, entry_words, window_keys
 from engine.kernels.sparse_attention_upright import upright
@@ -156,7 +157,7 @@ def _store(
         tl.store(OUT + row * (H * D) + whole, made, mask=here[:, None])
 
 
-@triton.jit
+@kernel
 def _sparse_attention(
     Q, RING, RECORD, POSITIONS, FLOORS, ENTRIES, PAGES, OWNER, SELECTION, SINK, COS, SIN, OUT, SCALES, PARTS, SIZES,
     capacity, record_units, entry_units, page_stride, per_page,
@@ -218,7 +219,7 @@ def _sparse_attention(
         tl.store(PARTS + part * (H * D) + whole, o, mask=here[:, None])
 
 
-@triton.jit
+@kernel
 def _merge(
     PARTS, SIZES, SINK, COS, SIN, OUT, SCALES, H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     SPLITS: tl.constexpr, EVERY: tl.constexpr, HEADS: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
@@ -294,7 +295,7 @@ def sparse_attention(
     if splits > 1:
         _merge[(rows, heads // shape.merge_heads)](
             parts, sizes, sink, cos, sin, out, scales, H=heads, D=width, ROPE=2 * cos.shape[1], SPLITS=splits,
-            EVERY=triton.next_power_of_2(splits), HEADS=shape.merge_heads, QUANTIZED=quantized, PDL=shape.pdl,
+            EVERY=next_power_of_2(splits), HEADS=shape.merge_heads, QUANTIZED=quantized, PDL=shape.pdl,
             num_warps=shape.merge_warps, **options(shape.pdl),
         )  # fmt: skip
     return made

@@ -21,6 +21,7 @@ from engine.kernels.device import (
     inverse_power,
     rotated,
 )
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -65,7 +66,7 @@ def _most(even, odd, TILE: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constex
     return tl.max(tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), (TILE, GROUPS, PAIRS)), axis=2)
 
 
-@triton.jit
+@kernel
 def _store_main(
     PENDING, INDEX, NORM, COS, SIN, PAGE, AT, ENTRIES, LATENTS, eps, count, entry_stride,
     D: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -106,7 +107,7 @@ def _store_main(
     tl.store(out[:, None] + D // 2 + tl.arange(0, D // 16), group, mask=kept)
 
 
-@triton.jit
+@kernel
 def _store_keys(
     LATENTS, WK, KEY_NORM, COS, SIN, PAGE, AT, CODES, SCALES, eps, count, code_stride, scale_stride,
     D: tl.constexpr, KEY: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
@@ -168,12 +169,12 @@ def store_entries(
         return
     latents = torch.empty(count, width, dtype=torch.bfloat16, device=pending.device)
     shape = shape_of()
-    _store_main[(triton.cdiv(count, shape.tile),)](
+    _store_main[(cdiv(count, shape.tile),)](
         pending, index, norm, cos, sin, page, at, entries, latents, eps, count, entries.stride(0), D=width,
         ROPE=2 * cos.shape[1], TOKENS=tokens, TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
         **options(shape.pdl),
     )  # fmt: skip
-    _store_keys[(triton.cdiv(count, shape.keys_tile),)](
+    _store_keys[(cdiv(count, shape.keys_tile),)](
         latents, wk, key_norm, cos, sin, page, at, key_codes, key_scales, eps, count, key_codes.stride(0),
         key_scales.stride(0), D=width, KEY=wk.shape[0], ROPE=2 * cos.shape[1], TILE=shape.keys_tile,
         STEP=min(shape.step, width), PDL=shape.pdl, num_warps=shape.keys_warps, num_stages=shape.stages,

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import kernel, next_power_of_2
+
 
 @triton.jit
 def _turned(first, second, cos, sin):
@@ -16,7 +18,7 @@ def _turned(first, second, cos, sin):
     return real.to(kind), other.to(kind)
 
 
-@triton.jit
+@kernel
 def _store_kv(
     QKV, COS, SIN, POSITIONS, SLOTS, PAGES, QUERY, page_stride, value_stride, head_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
@@ -72,7 +74,7 @@ def store_kv(
     if len(qkv):
         _store_kv[(len(qkv),)](
             qkv, cos, sin, positions, slots, pages, query, pages.stride(0), pages.stride(1), pages.stride(2),
-            H=heads, K=kv_heads, D=width, PAGE=size, HEADS=triton.next_power_of_2(heads),
-            KV=triton.next_power_of_2(kv_heads), num_warps=4, enable_fp_fusion=False,
+            H=heads, K=kv_heads, D=width, PAGE=size, HEADS=next_power_of_2(heads),
+            KV=next_power_of_2(kv_heads), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return query

@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code, rotated
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -25,7 +25,7 @@ def shape_of() -> Shape:
     return Shape(1, 1, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _store_window(
     X, W, COS, SIN, RECORD, AT, ROWS, eps, count, record_stride, stride,
     D: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -75,7 +75,7 @@ def store_window(
     if not count:
         return
     shape = shape_of()
-    _store_window[(triton.cdiv(count, shape.tile),)](
+    _store_window[(cdiv(count, shape.tile),)](
         latents, weight, cos, sin, record, at, rows, eps, count, rows.stride(0), latents.stride(0), D=width,
         ROPE=2 * cos.shape[1], WIDTH=rows.shape[2], TILE=shape.tile, PDL=shape.pdl, num_warps=shape.warps,
         **options(shape.pdl),

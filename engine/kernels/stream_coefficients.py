@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 _COLUMNS = tl.constexpr(32)
@@ -46,7 +47,7 @@ def shape_of(rows: int, steps: int) -> Shape:
     return Shape(64, each, 4, 1, 4 if rows < 256 and steps > each else 1, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _partial(
     X, FN, PARTIAL, count, K: tl.constexpr, OUT: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr, HALVINGS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -139,7 +140,7 @@ def _put(cell, first, x, a, b, c, d):
     return tl.where(cell == first + 3, d[:, None], x)
 
 
-@triton.jit
+@kernel
 def _finish(
     PARTIAL, SCALE, BASE, PRE, POST, COMB, norm_eps, eps, count, K: tl.constexpr, OUT: tl.constexpr,
     GROUPS: tl.constexpr, HALVINGS: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -212,7 +213,7 @@ def stream_coefficients(
     partial = torch.empty(groups * steps // shape.each, rows, _COLUMNS.value, dtype=torch.float32, device=device)
     pre, post = (torch.empty(rows, hc, dtype=torch.float32, device=device) for _ in range(2))
     comb = torch.empty(rows, hc, hc, dtype=torch.float32, device=device)
-    _partial[(triton.cdiv(rows, shape.tile), len(partial))](
+    _partial[(cdiv(rows, shape.tile), len(partial))](
         streams, fn, partial, rows, K=inner, OUT=fn.shape[1], EACH=shape.each, TILE=shape.tile, STEP=step,
         HALVINGS=step.bit_length() - 1, STAGES=shape.stages, PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip

@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import q8_code
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -22,10 +22,10 @@ class Shape(NamedTuple):
 
 def shape_of(width: int) -> Shape:
     """Return the shape for rows of a width."""
-    return Shape(min(512, triton.next_power_of_2(width)), 4, pdl=overlaps())
+    return Shape(min(512, next_power_of_2(width)), 4, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _swiglu_quantize(X, CODES, SCALES, limit, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def swiglu_quantize(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.
     scales = torch.empty(rows, inner // 32, dtype=torch.uint8, device=x.device)
     if rows:
         shape = shape_of(inner)
-        _swiglu_quantize[(rows, triton.cdiv(inner, shape.block))](
+        _swiglu_quantize[(rows, cdiv(inner, shape.block))](
             x, codes, scales, limit, INNER=inner, BLOCK=shape.block, PDL=shape.pdl, num_warps=shape.warps,
             **options(shape.pdl),
         )  # fmt: skip

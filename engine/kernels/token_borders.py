@@ -25,6 +25,7 @@ from engine.kernels.best_ids import (
     value_of,
     weight_of,
 )
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.token_borders_whole import search_whole
 
 UNIT = tl.constexpr(2.0**49)
@@ -66,7 +67,7 @@ def shape_of(vocab: int) -> Shape:
     """Return the shape for rows of `vocab` ids: of any number of rows, because masses of parts are added in their order."""
     shape = best_ids.Shape(1, 1, part=4096)
     best = max(1, min(512, groups_of(vocab, shape) // 2))
-    room = max(64, triton.next_power_of_2(2 * best))
+    room = max(64, next_power_of_2(2 * best))
     return Shape(*shape._replace(best=best, room=room), last_room=8 * room)
 
 
@@ -100,7 +101,7 @@ def _integer_goal(goal):
     return tl.ceil(tl.minimum(goal, 16384.0) * UNIT).to(tl.int64)
 
 
-@triton.jit
+@kernel
 def _search(
     TEMPERATURE, TOP_K, TOP_P, TOP, REACHED, FLOOR, COUNT, VALUES, IDS, LEFT, LOW, MASS, BORDER, LAST,
     MODE, GOAL, FROM, TO, LAST_COUNT, vocab, parts,
@@ -161,7 +162,7 @@ def _search(
     tl.store(LAST_COUNT + row, 0)
 
 
-@triton.jit
+@kernel
 def _weigh_cuts(
     LOGITS, AT, TEMPERATURE, TOP, MODE, FROM, TO, CUTS, SUMS, vocab, row_stride,
     PIECES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
@@ -192,7 +193,7 @@ def _weigh_cuts(
                 tl.store(CUTS + row * PIECES + j, cut)
 
 
-@triton.jit
+@kernel
 def _choose_piece(TEMPERATURE, MODE, GOAL, FROM, TO, CUTS, SUMS, RAW, tiles, PIECES: tl.constexpr, TILES: tl.constexpr):
     """Narrow the keys between which a row's border is, by sums that are right to 1e-4; write the logits for both."""
     row = tl.program_id(0)
@@ -215,7 +216,7 @@ def _choose_piece(TEMPERATURE, MODE, GOAL, FROM, TO, CUTS, SUMS, RAW, tiles, PIE
     tl.store(RAW + 2 * row + both, raw_of(bounds, tl.load(TEMPERATURE + row).to(tl.float32)))
 
 
-@triton.jit
+@kernel
 def _gather_piece(
     LOGITS, AT, TEMPERATURE, TOP, MODE, RAW, COUNT, VALUES, IDS, MASS, vocab, row_stride,
     ROOM: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
@@ -246,7 +247,7 @@ def _gather_piece(
     tl.store(MASS + row * tl.num_programs(1) + part, tl.sum(mass, axis=0))
 
 
-@triton.jit
+@kernel
 def _search_piece(
     TEMPERATURE, TOP, MODE, GOAL, COUNT, VALUES, IDS, MASS, BORDER, LAST, vocab, parts,
     ROOM: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
@@ -299,8 +300,8 @@ def token_borders(
     if not rows:
         return border, last
     found = gather_best(logits, at, (temperature, log_min_p, top_k, top_p), best_ids.Shape(*shape[:10]))
-    parts, stride = triton.cdiv(vocab, shape.part), logits.stride(0)
-    padded, bits = triton.next_power_of_2(parts), 2 * -(-vocab.bit_length() // 2)
+    parts, stride = cdiv(vocab, shape.part), logits.stride(0)
+    padded, bits = next_power_of_2(parts), 2 * -(-vocab.bit_length() // 2)
     tiles = parts * (shape.part // shape.cut_tile)
     goal, mass = (torch.empty(n, dtype=torch.float64, device=device) for n in (rows, rows * parts))
     sums, raw, values = (
@@ -320,7 +321,7 @@ def token_borders(
         )  # fmt: skip
         _choose_piece[(rows,)](
             temperature, mode, goal, begin, end, cuts, sums, raw, tiles,
-            PIECES=shape.pieces, TILES=triton.next_power_of_2(tiles), num_warps=4,
+            PIECES=shape.pieces, TILES=next_power_of_2(tiles), num_warps=4,
         )  # fmt: skip
     _gather_piece[(rows, parts)](
         logits, at, temperature, found.top, mode, raw, count, values, ids, mass, vocab, stride,

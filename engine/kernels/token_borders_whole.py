@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.best_ids import scaled_keys, value_of, weight_of
+from engine.kernels.launch import kernel
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _beside(logits, TEMPERATURE, top, border, vocab, TILE: tl.constexpr):
     return tl.sum(above, axis=0).to(tl.int64), tl.sum(mass, axis=0), tl.sum(equal, axis=0).to(tl.int64)
 
 
-@triton.jit
+@kernel
 def search_whole(
     LOGITS, AT, TEMPERATURE, TOP_K, TOP_P, TOP, FLOOR, LEFT, LOW, BORDER, LAST, MODE, vocab, row_stride, parts,
     PARTS: tl.constexpr, TILE: tl.constexpr,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.best_ids import Shape, gather_best, groups_of, key_of
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 
 EMPTY = tl.constexpr(-0x8000000000000000)
 """Below everything that `_packed` returns."""
@@ -16,7 +17,7 @@ LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 def shape_of(vocab: int, count: int) -> Shape:
     """Return the shape for the best `count` of `vocab` ids."""
-    room = max(512, triton.next_power_of_2(4 * count))
+    room = max(512, next_power_of_2(4 * count))
     shape = Shape(best=max(count, 64), room=room)
     return shape._replace(best=max(1, count, min(shape.best, groups_of(vocab, shape) // 2)))
 
@@ -27,7 +28,7 @@ def _packed(raw, token):
     return ((key_of(raw).to(tl.int64) - 0x80000000) << 32) | (token ^ LOW_BITS).to(tl.int64)
 
 
-@triton.jit
+@kernel
 def _finish(
     LOGITS, AT, TOKENS, TOP, COUNT, VALUES, IDS, MASS, OUT, BEST, vocab, row_stride, parts, best,
     ROOM: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
@@ -79,10 +80,10 @@ def token_logprobs(
     if rows:
         shape = shape_of(vocab, count)
         found = gather_best(logits, at, None, shape)
-        parts = triton.cdiv(vocab, shape.part)
+        parts = cdiv(vocab, shape.part)
         _finish[(rows,)](
             logits, at, tokens, found.top, found.count, found.values, found.ids, found.mass, out, best,
             vocab, logits.stride(0), parts, count,
-            ROOM=shape.room, PARTS=triton.next_power_of_2(parts), TILE=1024, num_warps=4,
+            ROOM=shape.room, PARTS=next_power_of_2(parts), TILE=1024, num_warps=4,
         )  # fmt: skip
     return out, best

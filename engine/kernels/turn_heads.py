@@ -4,10 +4,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from engine.kernels.device import rotated
+from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
@@ -22,10 +22,10 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int, heads: int) -> Shape:
     """Return the shape for rows of so many heads."""
-    return Shape(min(8, triton.next_power_of_2(heads)), 4 if rows <= 64 else 1, pdl=overlaps())
+    return Shape(min(8, next_power_of_2(heads)), 4 if rows <= 64 else 1, pdl=overlaps())
 
 
-@triton.jit
+@kernel
 def _turn_heads(
     X, COS, SIN, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,7 +54,7 @@ def turn_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         return
     pairs = cos.shape[1]
     shape = shape_of(rows, heads)
-    _turn_heads[(rows, triton.cdiv(heads, shape.heads))](
-        x, cos, sin, H=heads, HEADS=shape.heads, D=width, ROPE=2 * pairs, PAIRS=triton.next_power_of_2(pairs),
+    _turn_heads[(rows, cdiv(heads, shape.heads))](
+        x, cos, sin, H=heads, HEADS=shape.heads, D=width, ROPE=2 * pairs, PAIRS=next_power_of_2(pairs),
         PDL=shape.pdl, num_warps=shape.warps, enable_fp_fusion=False, **options(shape.pdl),
     )  # fmt: skip
