@@ -70,7 +70,7 @@ def test_a_launch_is_what_triton_would_launch(gpu, monkeypatch):
     _scaled[(2,)](x, y, 64, 0.5, WIDTH=32, num_warps=1)
     monkeypatch.setattr(_scaled, "run", lambda *_, **__: pytest.fail("Triton was asked again"))
     _scaled[(3, 4)](y, x, 48, 0.25, WIDTH=32, num_warps=1)
-    (_, first, given_), ((again_size), again, args) = gpu.launched
+    (_, first, given_), (again_size, again, args) = gpu.launched
     assert (again_size, again) == ((3, 4, 1), first)
     assert [id(args[0]), id(args[1]), *args[2:]] == [id(y), id(x), 48, 0.25, 32, False]
     assert len(given_) == len(args)
