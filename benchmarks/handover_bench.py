@@ -13,7 +13,7 @@ from benchmarks.handover_cluster import ROOT, Cluster
 from benchmarks.record import write_record
 
 LARGE = "llama-8b-random"
-START_S = 170.0
+START_S = 300.0
 LARGE_PAGES = {1: 768, 2: 1536}
 """By GPUs: all clusters are there at once."""
 LARGE_SETS = (
