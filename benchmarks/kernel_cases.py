@@ -109,12 +109,16 @@ def _index_scores(g: torch.Generator, size: Size) -> Inputs:
     last = torch.full((b, 1), n, device=g.device) - torch.arange(b, device=g.device)[:, None] % 7
     visible = (last - torch.arange(each - 1, -1, -1, device=g.device)).clamp(min=0).int().flatten()
     scores = torch.full((b * each, held * per_page), torch.nan, device=g.device)
-    read = b * n * 68 + size_of(heads, weight) + b * each * n * 4
+    # Uneven: each, each - 2 .. rows, then each - 1 ..: some sequences have none, and the last rows are nobody's.
+    fewer = 2 * torch.arange(b) % (each + 1) if "uneven" in size else torch.zeros(b, dtype=torch.int64)
+    starts = torch.nn.functional.pad((each - fewer).cumsum(0), (1, 0)).int()
+    rows, sequences = int(starts[-1]), int((fewer < each).sum())
     return Inputs(
         (heads, weight, codes, scales, pages, visible, scores),
         written=(6,),
-        least_bytes=read,
-        flops=2.0 * b * each * n * 32 * 128,
+        least_bytes=sequences * n * 68 + size_of(heads[:rows], weight[:rows]) + rows * n * 4,
+        flops=2.0 * rows * n * 32 * 128,
+        keywords={"starts": starts.to(g.device), "each": each} if "uneven" in size else {},
     )
 
 
@@ -277,16 +281,21 @@ CASES = (
             {"b": 2, "rows": 1, "n": 130, "m": 2},
             {"b": 1, "rows": 3, "n": 300, "m": 1},
             {"b": 2, "rows": 6, "n": 1000, "m": 2},
+            {"b": 4, "rows": 6, "n": 300, "m": 1, "uneven": 1},
         ),
         large=(
             {"b": 8, "rows": 1, "n": 65536, "m": 2},
             {"b": 32, "rows": 1, "n": 65536, "m": 2},
             {"b": 8, "rows": 4, "n": 65536, "m": 2},
             {"b": 8, "rows": 6, "n": 65536, "m": 2},
+            {"b": 8, "rows": 6, "n": 65536, "m": 2, "uneven": 1},
             {"b": 8, "rows": 1, "n": 131072, "m": 1},
             {"b": 64, "rows": 1, "n": 4096, "m": 2},
         ),
-        compiled=({"b": 2, "rows": 1, "n": 256, "m": 2}, {"b": 2, "rows": 6, "n": 256, "m": 2}),
+        compiled=(
+            {"b": 2, "rows": 1, "n": 256, "m": 2},
+            *({"b": 2, "rows": rows, "n": 256, "m": 2, "uneven": 1} for rows in (2, 4, 6, 8)),
+        ),
     ),
     Case(
         "select_top",

@@ -4,7 +4,6 @@
 Entries are the rows of the matrix product, so that unpacked keys need not leave registers, and heads its columns.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, fp4_quarters, grouped_quarter, joined_quarters, plane_scale
+from engine.kernels.device import UNPLANED, fp4_quarters, joined_quarters, plane_scale
 from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
@@ -42,170 +41,108 @@ def query_quarters(HEADS, at, used, COLUMNS: tl.constexpr, KEY: tl.constexpr):
 
 
 @triton.jit
-def quarters_of(x, COLUMNS: tl.constexpr, KEY: tl.constexpr):
-    """Return the quarters [KEY / 4, COLUMNS] of queries of `query_quarters`, each of which meets a quarter of keys."""
-    low, high = tl.split(tl.permute(tl.reshape(x, (COLUMNS, 2, 2, KEY // 4)), (0, 2, 3, 1)))
-    first, second = tl.split(tl.permute(low, (0, 2, 1)))
-    third, fourth = tl.split(tl.permute(high, (0, 2, 1)))
-    return tl.trans(first), tl.trans(second), tl.trans(third), tl.trans(fourth)
+def part_of(HEADS, WEIGHTS, VISIBLE, row, end, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr):
+    """Return bfloat16 [KEY, ROWS * H] of the queries of rows from `row` on, their weights, and what rows see.
 
-
-@triton.jit
-def scales_of(words, shifts, PTX: tl.constexpr):
-    """Return `plane_scale` of the bytes of int32 `words` that begin at bits `shifts` (0, 8, 16, 24); both broadcast."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x;
-            prmt.b32 x, $1, 0, $2;  mad.lo.u32 x, x, 128, 0x2100;  cvt.u16.u32 $0, x;
-            }""",
-            "=h,r,r",
-            [words, 0x4440 + (shifts >> 3)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return plane_scale((words >> shifts) & 255)
-
-
-@triton.jit
-def part_of(
-    HEADS, WEIGHTS, VISIBLE, sequence, first, EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr,
-    APART: tl.constexpr,
-):  # fmt: skip
-    """Return bfloat16 [KEY, ROWS * H] of the queries of some rows of a sequence, their weights, and what rows see.
-
-    Absent ones are zero. Queries are one tensor in a tuple, or four, if `APART`.
+    Rows from `end` on are absent: zero.
     """
-    column = first * H + tl.arange(0, ROWS * H)
-    used = column < EACH * H
-    at = sequence * (EACH * H) + column
+    at = row * H + tl.arange(0, ROWS * H)
+    used = at < end * H
     # Positive parts are doubled below.
     weight = tl.load(WEIGHTS + at, mask=used, other=0.0) * (0.5 * UNPLANED)
-    row = first + tl.arange(0, ROWS)
-    seen = tl.load(VISIBLE + sequence * EACH + row, mask=row < EACH, other=0)
-    x = query_quarters(HEADS, at, used, ROWS * H, KEY)
-    return quarters_of(x, ROWS * H, KEY) if APART else (tl.trans(x),), weight, seen
+    each = row + tl.arange(0, ROWS)
+    seen = tl.load(VISIBLE + each, mask=each < end, other=0)
+    return tl.trans(query_quarters(HEADS, at, used, ROWS * H, KEY)), weight, seen
 
 
 @triton.jit
 def store_part(
-    keys, part, SCORES, score_stride, sequence, first, place,
-    EACH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
+    keys, part, SCORES, score_stride, row, place, ROWS: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Store the scores of entries `place` for some rows of a sequence, of `part_of`."""
+    """Store the scores of entries `place` for rows from `row` on, of `part_of`."""
     queries, weight, seen = part
-    products = tl.dot(keys[0], queries[0])
-    for quarter in tl.static_range(1, len(keys)):
-        products = tl.dot(keys[quarter], queries[quarter], products)
+    products = tl.dot(keys, queries)
     # Twice the positive part: the addition takes a magnitude for nothing, a maximum has half its rate.
     products = (products + tl.abs(products)) * weight[None, :]
     scores = tl.sum(tl.reshape(products, (TILE, ROWS, H)), axis=2)
-    row = first + tl.arange(0, ROWS)
-    where = SCORES + (sequence * EACH + row)[None, :].to(tl.int64) * score_stride + place[:, None]
+    where = SCORES + (row + tl.arange(0, ROWS))[None, :].to(tl.int64) * score_stride + place[:, None]
     tl.store(where, scores, mask=place[:, None] < seen[None, :])
 
 
 @kernel
 def _index_scores(
-    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, held,
-    page_stride, code_stride, scale_stride, score_stride, SHIFTS,
-    EACH: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, STARTS, held, each,
+    page_stride, code_stride, scale_stride, score_stride,
+    H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNEVEN: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     sequence = tl.program_id(1)
-    first_row = 0 if ROWS * PARTS >= EACH else tl.program_id(2) * (ROWS * PARTS)
     begin = tl.program_id(0) * (TILE * TILES)
+    start, end = sequence * each, sequence * each + each
+    if UNEVEN:
+        start, end = tl.load(STARTS + sequence), tl.load(STARTS + sequence + 1)
+    start += tl.program_id(2) * (ROWS * PARTS)
     # One by one: so the compiler knows that all threads go through as many tiles.
-    visible = tl.load(VISIBLE + sequence * EACH)
-    for each in tl.static_range(1, EACH):
-        visible = tl.maximum(visible, tl.load(VISIBLE + sequence * EACH + each))
+    visible = tl.load(VISIBLE + start, mask=start < end, other=0)
+    for row in tl.static_range(1, ROWS * PARTS):
+        visible = tl.maximum(visible, tl.load(VISIBLE + start + row, mask=start + row < end, other=0))
     num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
     inside = tl.arange(0, TILE)
-    group = tl.arange(0, 4)
+    groups = inside[:, None] * 4 + tl.arange(0, 4)[None, :]
     lines = inside[:, None] * (KEY // 4) + tl.arange(0, KEY // 4)[None, :]
     # All that the table has: so pages need not be waited for until it is known how many are seen.
     pages = pages_of(PAGES + sequence * page_stride, begin, held, PER_PAGE)
-    if WORDS:
-        shifts = tl.load(SHIFTS + group)
     # Rows of a sequence in parts, whose products leave enough registers.
     parts = ()
     for part in tl.static_range(PARTS):
-        parts += (part_of(HEADS, WEIGHTS, VISIBLE, sequence, first_row + part * ROWS, EACH, ROWS, H, KEY, APART),)
+        parts += (part_of(HEADS, WEIGHTS, VISIBLE, start + part * ROWS, end, ROWS, H, KEY),)
     # Stages said here: all loads are fetched ahead, also those that no product reads.
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         first = begin + tile * TILE
         page = page_of(pages, begin, first, PER_PAGE)
         at = first % PER_PAGE
         # In two dimensions: in three, Triton 3.6 gives a warp 32 entries of 16 bytes, which asks for every sector twice.
-        codes = tl.load(CODES + page * code_stride + at * (KEY // 4) + lines)
-        codes = tl.reshape(codes, (TILE, 4, 8))
-        if WORDS:
-            # More threads than entries could not fetch their bytes ahead. Shifts that are loaded may have any layout.
-            words = tl.load(SCALES + page * scale_stride + at + inside)
-            scales = scales_of(words[:, None], shifts[None, :], PTX)
-        else:
-            scales = plane_scale(
-                tl.load(SCALES + page * scale_stride + at * 4 + (inside[:, None] * 4 + group[None, :]))
-            )
+        codes = tl.reshape(tl.load(CODES + page * code_stride + at * (KEY // 4) + lines), (TILE, 4, 8))
+        # No more threads than entries: they could not fetch their bytes ahead.
+        scales = plane_scale(tl.load(SCALES + page * scale_stride + at * 4 + groups))
         spread = tl.broadcast_to(tl.expand_dims(scales, 2), (TILE, 4, 8))
-        quarters = fp4_quarters(codes, spread, PTX)
-        if APART:
-            keys = ()
-            for quarter in tl.static_range(4):
-                keys += (tl.reshape(grouped_quarter(quarters[quarter], TILE), (TILE, KEY // 4)),)
-        else:
-            keys = (joined_quarters(quarters, TILE),)
-        entries = first + inside
+        keys = joined_quarters(fp4_quarters(codes, spread, PTX), TILE)
         for part in tl.static_range(PARTS):
-            row = first_row + part * ROWS
-            store_part(keys, parts[part], SCORES, score_stride, sequence, row, entries, EACH, ROWS, H, TILE)
+            store_part(keys, parts[part], SCORES, score_stride, start + part * ROWS, first + inside, ROWS, H, TILE)
 
 
 class Shape(NamedTuple):
     """How a scan is cut."""
 
     tile: int
-    """Entries at a time."""
+    """Entries at a time; as many threads at most."""
     tiles: int
     """Tiles a program goes through, on 32 pages at most."""
     warps: int
     stages: int
     pdl: bool
-    registers: int | None
-    """The most a thread may have."""
-    words: bool
-    """Load an entry's scales at once."""
     rows: int
     """Rows of a sequence that are one product."""
     parts: int
     """Such products of a program; other rows are other programs'."""
 
 
-def shape_of(sequences: int, entries: int, padded: int) -> Shape:
-    """Return how `entries` of each of `sequences` are scanned by `padded` rows; no score depends on it."""
+def shape_of(sequences: int, entries: int, each: int) -> Shape:
+    """Return how `entries` of each of `sequences` are scanned by at most `each` rows; no score depends on it."""
     tile = 128
-    each = cdiv(entries, tile) * sequences // _PROGRAMS
+    tiles = cdiv(entries, tile) * sequences // _PROGRAMS
+    rows = 4 if each in (3, 4) else min(2, each)
     return Shape(
         tile=tile,
-        tiles=max(4, min(32, next_power_of_2(each))),
-        warps=4 if padded <= 2 else 8,
+        tiles=max(4, min(32, next_power_of_2(tiles))),
+        warps=4,
         stages=4,
-        registers=None,
         pdl=overlaps(),
-        words=padded > 2,
-        rows=min(4, padded),
-        parts=max(1, padded // 4),
+        rows=rows,
+        parts=min(4, cdiv(each, rows)),
     )
-
-
-@functools.cache
-def _shifts(device: torch.device) -> torch.Tensor:
-    """Return where the bytes of a word begin."""
-    return torch.arange(0, 32, 8, dtype=torch.int32, device=device)
 
 
 def index_scores(
@@ -216,33 +153,29 @@ def index_scores(
     pages: torch.Tensor,
     visible: torch.Tensor,
     scores: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    each: int = 0,
 ) -> None:
     """Store `scores[i, j]` = sum over heads of weight * relu(query . key j) for j < visible[i]; others stay as they are.
 
-    `heads` bfloat16 [t, h, w] (values of the index format), `weights` float32 [t, h], t = b * rows of each sequence,
-    sequence by sequence; `key_codes` uint8 [pages, e, w / 2], `key_scales` uint8 [pages, e, w / 32], parts of KV memory,
-    their last two axes dense, w = 128, e a multiple of 128; `pages` int32 or int64 [b, p]; `visible` int32 [t]; `scores`
-    float32 [t, n], n >= p * e. Scales are within 2^-65 and 2^61. Products are exact; sums are float32.
+    `heads` bfloat16 [t, h, w] (values of the index format), `weights` float32 [t, h], sequence by sequence: t = b * rows
+    of each, or with `starts` int32 [b + 1] rows starts[i] to starts[i + 1] - 1 are sequence i's, `each` of them at most,
+    and others nobody's: nothing is stored for them. `key_codes` uint8 [pages, e, w / 2], `key_scales` uint8 [pages, e,
+    w / 32], parts of KV memory, their last two axes dense, w = 128, e a multiple of 128; `pages` int32 or int64 [b, p];
+    `visible` int32 [t]; `scores` float32 [t, n], n >= p * e. Scales are within 2^-65 and 2^61. Products are exact; sums
+    are float32, their bits the same however many rows a sequence has.
     """
     rows, num_heads, width = heads.shape
-    each = rows // len(pages)
-    padded = next_power_of_2(each)
-    per_page = key_codes.shape[1]
-    shape = shape_of(len(pages), pages.shape[1] * per_page, padded)
-    grid = (
-        cdiv(pages.shape[1] * per_page, shape.tile * shape.tiles),
-        len(pages),
-        cdiv(each, shape.rows * shape.parts),
-    )
-    words = shape.words or 32 * shape.warps > shape.tile
+    sequences, per_page = len(pages), key_codes.shape[1]
+    held = pages.shape[1] * per_page
+    each = rows // sequences if starts is None else each
+    shape = shape_of(sequences, held, each)
     codes = key_codes.view(torch.int16)
-    scales = key_scales.view(torch.int32) if words else key_scales
-    more = {} if shape.registers is None else {"maxnreg": shape.registers}
+    grid = (cdiv(held, shape.tile * shape.tiles), sequences, cdiv(each, shape.rows * shape.parts))
     _index_scores[grid](
-        heads, weights, codes, scales, pages, visible, scores, pages.shape[1] * per_page,
-        pages.stride(0), codes.stride(0), scales.stride(0), scores.stride(0),
-        EACH=each, H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles,
-        STAGES=shape.stages, WORDS=words, ROWS=shape.rows, PARTS=shape.parts, APART=shape.warps < 4,
-        SHIFTS=_shifts(heads.device), PDL=shape.pdl, PTX=chip.speaks_ptx(), num_warps=shape.warps,
-        num_stages=shape.stages, **more, **options(shape.pdl),
+        heads, weights, codes, key_scales, pages, visible, scores, visible if starts is None else starts, held, each,
+        pages.stride(0), codes.stride(0), key_scales.stride(0), scores.stride(0),
+        H=num_heads, KEY=width, PER_PAGE=per_page, TILE=shape.tile, TILES=shape.tiles, STAGES=shape.stages,
+        ROWS=shape.rows, PARTS=shape.parts, UNEVEN=starts is not None, PDL=shape.pdl, PTX=chip.speaks_ptx(),
+        num_warps=shape.warps, num_stages=shape.stages, **options(shape.pdl),
     )  # fmt: skip

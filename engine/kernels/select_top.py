@@ -15,7 +15,9 @@ import triton.language as tl
 from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
-_CHUNK = 4096
+_CHUNK = 8192
+_EACH = 512
+"""Columns of a warp."""
 
 
 class Shape(NamedTuple):
@@ -23,15 +25,13 @@ class Shape(NamedTuple):
 
     chunk: int
     """Columns a program holds."""
-    each: int
-    """Of them, by a warp; eight warps at most."""
     most_warps: int
     pdl: bool
 
 
-def shape_of(k: int) -> Shape:
-    """Return the shape for a choice of k."""
-    return Shape(max(_CHUNK, 4 * next_power_of_2(k)), 512, 8, pdl=overlaps())
+def shape_of(k: int, block: int) -> Shape:
+    """Return the shape for a choice of k, of blocks of so many columns."""
+    return Shape(max(_CHUNK, 4 * next_power_of_2(k)), 16 if block == 1 else 8, pdl=overlaps())
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
     device = scores.device
     keys = ids = scores
     first = True
-    shape = shape_of(k)
+    shape = shape_of(k, block)
     chunk = shape.chunk
     while True:
         chunks = cdiv(size, chunk)
@@ -144,7 +144,7 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
         _select[(rows, chunks)](
             scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), keys.stride(0), out_ids.stride(0),
             K=k, WIDTH=next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
-            PDL=shape.pdl, num_warps=max(1, min(shape.most_warps, width // shape.each)), **options(shape.pdl),
+            PDL=shape.pdl, num_warps=max(1, min(shape.most_warps, width // _EACH)), **options(shape.pdl),
         )  # fmt: skip
         if chunks == 1:
             return out_ids

@@ -13,8 +13,14 @@ def index_scores(
     pages: torch.Tensor,
     visible: torch.Tensor,
     scores: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    each: int = 0,  # noqa: ARG001 - for the kernel's programs
 ) -> None:
     """Score visible entries; see the kernel for shapes."""
+    if starts is not None:
+        row = torch.arange(len(heads), dtype=starts.dtype, device=heads.device)
+        owner = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(pages) - 1)
+        pages, visible = pages[owner], visible.masked_fill(row >= starts[-1], 0)
     by_sequence = (len(pages), len(heads) // len(pages))
     keys = decode_q4(key_codes[pages].flatten(1, 2), key_scales[pages].flatten(1, 2))
     products = torch.einsum("brhw,bnw->brhn", heads.float().unflatten(0, by_sequence), keys).relu_()

@@ -16,6 +16,8 @@ from engine.models.deepseek_v41.layer_map import LayerPlan
 
 _SCORE_BYTES = 1 << 30
 """Most bytes of scores at a time."""
+_MOST_TOGETHER = 8
+"""Tokens of a sequence that share one scan at most: verified drafts do, prompts have few pages."""
 
 
 class Selections:
@@ -53,8 +55,10 @@ class Selections:
             part = slice(first, first + rows)
             seen = visible[part]
             scores = torch.empty(len(seen), width, dtype=torch.float32, device=heads.device)
+            together = self._together if rows >= len(visible) else None
+            pages, *starts = (self._pages[part],) if together is None else together
             self._ops.index_scores(
-                heads[part], weights[part], keys.key_codes, keys.key_scales, self._pages[part], seen, scores
+                heads[part], weights[part], keys.key_codes, keys.key_scales, pages, seen, scores, *starts
             )
             chosen.append(self._ops.select_top(scores, seen, self._top_k, 1))
             if rules is not None and restricts:
@@ -62,6 +66,14 @@ class Selections:
         self._by_source[plan.index] = _joined(chosen)
         if blocks:
             self._blocks = _joined(blocks)
+
+    @property
+    def _together(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """Pages by sequence, first tokens and most of them, if sequences of some tokens each are scanned once a sequence."""
+        step = self._step
+        if step.tokens.at is not None or not 1 < step.max_tokens <= _MOST_TOGETHER:
+            return None
+        return step.sequences.pages, step.sequences.laid.q_start, step.max_tokens
 
     def visible(self, m: int) -> torch.Tensor:
         """Return int32 [t]: entries that every token sees."""

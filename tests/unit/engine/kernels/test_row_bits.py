@@ -40,9 +40,25 @@ with patch.object(op, "_PROGRAMS", 4):
     # At the same columns of a tile: a CPU's product of matrices may add differently at others, matrix units do not.
     assert all(torch.equal(op.plain_linear(x[i : i + n], w, fixed=True), whole[i : i + n]) for i, n in ((0, 1), (32, 9)))
 """
+SCAN = """
+from benchmarks.kernel_cases import _index_scores
+from engine.kernels import index_scores as op
+for each in (2, 4, 6, 8, 9):
+    inputs = _index_scores(g, {"b": 4, "rows": each, "n": 300, "m": 2, "uneven": 1})
+    heads, weights, codes, scales, pages, visible, scores = inputs.args
+    scales.fill_(127)  # Products are exact on a CPU, too.
+    starts, alone = inputs.keywords["starts"], scores.clone()
+    op.index_scores(*inputs.args, **inputs.keywords)
+    end, owner = int(starts[-1]), torch.arange(4).repeat_interleave(starts.diff())
+    op.index_scores(heads[:end], weights[:end], codes, scales, pages[owner], visible[:end], alone)
+    assert end < len(scores) and scores[:end].isfinite().any(1).all(), (each, end)
+    assert torch.equal(scores.nan_to_num(7e9), alone.nan_to_num(7e9)), each
+"""
 
 
-@pytest.mark.parametrize("code", [COEFFICIENTS, LINEAR], ids=["stream_coefficients", "plain_linear"])
+@pytest.mark.parametrize(
+    "code", [COEFFICIENTS, LINEAR, SCAN], ids=["stream_coefficients", "plain_linear", "index_scores"]
+)
 @pytest.mark.timeout(120)
 def test_rows_have_the_same_bits_in_launches_of_any_size(code):
     done = subprocess.run(
