@@ -69,31 +69,18 @@ def store_part(
     tl.store(where, scores, mask=place[:, None] < seen[None, :])
 
 
-@kernel
-def _index_scores(
-    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, STARTS, held, each,
-    page_stride, code_stride, scale_stride, score_stride,
-    H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNEVEN: tl.constexpr,
-    PDL: tl.constexpr, PTX: tl.constexpr,
+@triton.jit
+def scan(
+    given, strides, start, end,
+    H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    after_kernels_before(PDL)
-    sequence = tl.program_id(1)
-    begin = tl.program_id(0) * (TILE * TILES)
-    start, end = sequence * each, sequence * each + each
-    if UNEVEN:
-        start, end = tl.load(STARTS + sequence), tl.load(STARTS + sequence + 1)
-    start += tl.program_id(2) * (ROWS * PARTS)
-    # One by one: so the compiler knows that all threads go through as many tiles.
-    visible = tl.load(VISIBLE + start, mask=start < end, other=0)
-    for row in tl.static_range(1, ROWS * PARTS):
-        visible = tl.maximum(visible, tl.load(VISIBLE + start + row, mask=start + row < end, other=0))
-    num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
+    """Score tiles of entries from `begin` on, of `pages_of` there, for rows start .. end - 1, in parts of ROWS."""
+    HEADS, WEIGHTS, CODES, SCALES, VISIBLE, SCORES, pages, begin, num_tiles = given
+    code_stride, scale_stride, score_stride = strides
     inside = tl.arange(0, TILE)
     groups = inside[:, None] * 4 + tl.arange(0, 4)[None, :]
     lines = inside[:, None] * (KEY // 4) + tl.arange(0, KEY // 4)[None, :]
-    # All that the table has: so pages need not be waited for until it is known how many are seen.
-    pages = pages_of(PAGES + sequence * page_stride, begin, held, PER_PAGE)
     # Rows of a sequence in parts, whose products leave enough registers.
     parts = ()
     for part in tl.static_range(PARTS):
@@ -113,6 +100,43 @@ def _index_scores(
             store_part(keys, parts[part], SCORES, score_stride, start + part * ROWS, first + inside, ROWS, H, TILE)
 
 
+@kernel
+def _index_scores(
+    HEADS, WEIGHTS, CODES, SCALES, PAGES, VISIBLE, SCORES, STARTS, held, each,
+    page_stride, code_stride, scale_stride, score_stride,
+    H: tl.constexpr, KEY: tl.constexpr, PER_PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNEVEN: tl.constexpr,
+    PDL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(PARTS <= 3)
+    after_kernels_before(PDL)
+    sequence = tl.program_id(1)
+    begin = tl.program_id(0) * (TILE * TILES)
+    start, end = sequence * each, sequence * each + each
+    if UNEVEN:
+        start, end = tl.load(STARTS + sequence), tl.load(STARTS + sequence + 1)
+    start += tl.program_id(2) * (ROWS * PARTS)
+    # One by one: so the compiler knows that all threads go through as many tiles.
+    visible = tl.load(VISIBLE + start, mask=start < end, other=0)
+    for row in tl.static_range(1, ROWS * PARTS):
+        visible = tl.maximum(visible, tl.load(VISIBLE + start + row, mask=start + row < end, other=0))
+    num_tiles = tl.minimum(tl.cdiv(visible - begin, TILE), TILES)
+    # All that the table has: so pages need not be waited for until it is known how many are seen.
+    pages = pages_of(PAGES + sequence * page_stride, begin, held, PER_PAGE)
+    given = (HEADS, WEIGHTS, CODES, SCALES, VISIBLE, SCORES, pages, begin, num_tiles)
+    strides = (code_stride, scale_stride, score_stride)
+    # No more parts than there are rows for: sequences may have fewer than one of them has. Said without `else`, this takes
+    # more registers.
+    wanted = tl.cdiv(end - start, ROWS)
+    if wanted >= PARTS:
+        scan(given, strides, start, end, H, KEY, PER_PAGE, TILE, STAGES, ROWS, PARTS, PTX)
+    elif PARTS > 1:
+        if wanted == 2:
+            scan(given, strides, start, end, H, KEY, PER_PAGE, TILE, STAGES, ROWS, 2, PTX)
+        elif wanted == 1:
+            scan(given, strides, start, end, H, KEY, PER_PAGE, TILE, STAGES, ROWS, 1, PTX)
+
+
 class Shape(NamedTuple):
     """How a scan is cut."""
 
@@ -126,14 +150,15 @@ class Shape(NamedTuple):
     rows: int
     """Rows of a sequence that are one product."""
     parts: int
-    """Such products of a program; other rows are other programs'."""
+    """Such products of a program, three at most; other rows are other programs'."""
 
 
 def shape_of(sequences: int, entries: int, each: int) -> Shape:
     """Return how `entries` of each of `sequences` are scanned by at most `each` rows; no score depends on it."""
     tile = 128
     tiles = cdiv(entries, tile) * sequences // _PROGRAMS
-    rows = 4 if each in (3, 4) else min(2, each)
+    # One product of four rows takes 3 % less than two of two, which few rows need but one of; more than three parts spill.
+    rows, programs = min(2, each), cdiv(each, 6)
     return Shape(
         tile=tile,
         tiles=max(4, min(32, next_power_of_2(tiles))),
@@ -141,7 +166,7 @@ def shape_of(sequences: int, entries: int, each: int) -> Shape:
         stages=4,
         pdl=overlaps(),
         rows=rows,
-        parts=min(4, cdiv(each, rows)),
+        parts=cdiv(each, rows * programs),
     )
 
 
