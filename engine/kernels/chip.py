@@ -14,6 +14,14 @@ def speaks_ptx() -> bool:
 
 
 @functools.cache
+def sums_alike() -> bool:
+    """Return whether a sum of products has the same bits in tiles of any size: so on Hopper, where batches of all sizes were
+    compared with one row; other chips were not.
+    """
+    return torch.cuda.is_available() and speaks_ptx() and torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
 def has_tensor_memory(device: torch.device) -> bool:
     """Return whether products of this device are summed in tensor memory: NVIDIA's chips of major capability 10."""
     return device.type == "cuda" and speaks_ptx() and torch.cuda.get_device_capability(device)[0] == 10

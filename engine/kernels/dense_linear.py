@@ -26,7 +26,7 @@ _CUTS = {16: (2, 4), 32: (2, 4), 64: (3, 3), 128: (1, 4), 256: (1, 3)}
 _MOST_SPLITS = 16
 _FIXED_TILE = 32
 _FIXED_ROWS = 1024
-"""Rows of a launch where tiles are fixed, which bounds the memory of its parts."""
+"""Rows of a launch where parts are fixed, which bounds their memory."""
 _MOST_ROWS = 256
 """Above, widening the weights costs less than the vendor's product wins."""
 
@@ -50,20 +50,27 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
-    """Return the shape for sizes, as an H200 timed best; `fixed`: it does not depend on `rows`."""
+    """Return the shape for sizes, as an H200 timed best; `fixed`: the order of no sum depends on `rows`."""
     # A tile of 256 rows needs more shared memory than AMD's chips have.
     if rows > (_MOST_ROWS if chip.speaks_ptx() else 128) and not fixed:
         return Shape(128, 128, 1, ahead=False, widened=True, num_warps=8, num_stages=3, pdl=overlaps())
-    tile = _FIXED_TILE if fixed else max(16, next_power_of_2(rows))
-    programs, stages = _CUTS[tile]
-    tiles = groups * cdiv(out, 128)
-    few, many = tiles <= 16, tiles > _MULTIPROCESSORS
-    low = {16: few or many, 32: few, 64: not many}.get(tile, False)
-    height = 64 if low else 128
-    most = programs * _MULTIPROCESSORS // (groups * cdiv(out, height))
-    splits = max(1, min(most, inner // _step(inner), _MOST_SPLITS))
+    free = max(16, min(_MOST_ROWS, next_power_of_2(rows)))
+    tile = _FIXED_TILE if fixed and not chip.sums_alike() else free
+    height, stages = _height(tile, out, groups), _CUTS[tile][1]
+    splits = _splits(_FIXED_TILE if fixed else tile, out, inner, groups)
     ahead, warps = fixed or tile > 16 or splits == 1, 4 if height * tile <= 4096 else 8
     return Shape(height, tile, splits, ahead, widened=False, num_warps=warps, num_stages=stages, pdl=overlaps())
+
+
+def _height(tile: int, out: int, groups: int) -> int:
+    tiles = groups * cdiv(out, 128)
+    few, many = tiles <= 16, tiles > _MULTIPROCESSORS
+    return 64 if {16: few or many, 32: few, 64: not many}.get(tile, False) else 128
+
+
+def _splits(tile: int, out: int, inner: int, groups: int) -> int:
+    most = _CUTS[tile][0] * _MULTIPROCESSORS // (groups * cdiv(out, _height(tile, out, groups)))
+    return max(1, min(most, inner // _step(inner), _MOST_SPLITS))
 
 
 def _step(inner: int) -> int:
@@ -209,7 +216,11 @@ def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool) 
     made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
     block = min(2048, next_power_of_2(inner))
     grid = (codes.numel() // inner, cdiv(inner, block))
-    _widen[grid](codes, scales, made, K=inner, N=rows, HEIGHT=height, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl))
+    # Of rows that have their own scales any number is one: no kernel for each.
+    count = rows if height > 1 else 1
+    _widen[grid](
+        codes, scales, made, K=inner, N=count, HEIGHT=height, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl)
+    )
     return made
 
 
@@ -247,8 +258,8 @@ def dense_linear(
     `codes` uint8 [t, G k] (e4m3), `scales` uint8 [t, G k / 32] (e8m0) of rows; `weight` uint8 [G, n, k], `weight_scales`
     uint8 [G, ceil(n / 32), k / 32]; all contiguous, k a multiple of 32, scales at addresses that are multiples of 4.
     Products are exact, their sums float32 along k as the matrix unit makes them (on Hopper with 13 bits below the largest of
-    16), one rounding. Scale codes are at most 164; products below 2^-66 may be lost. `fixed`: tiles do not depend on t, so
-    that a row's bits depend on the row alone.
+    16), one rounding. Scale codes are at most 164; products below 2^-66 may be lost. `fixed`: the order of no sum
+    depends on t, so that a row's bits depend on the row alone.
     """
     rows = len(codes)
     groups, out, inner = weight.shape

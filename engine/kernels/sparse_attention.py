@@ -38,10 +38,10 @@ def shape_of(heads: int, window: int, top: int, splits: int, *, upright: bool) -
     row's bits do not depend on it.
     """
     tile = 64
-    # Fewer heads are multiplied by other instructions, for which keys lie in shared memory twice.
     if heads >= 64 and not upright and chip.speaks_ptx():
         tile = 128 if window % 128 == top % 128 == (window + top) // 128 % splits == 0 else 64
-    return Shape(heads, tile, 8, merge_heads=1, merge_warps=4, pdl=overlaps())
+    # Fewer heads would be multiplied by other instructions, for which keys lie in shared memory twice.
+    return Shape(heads if upright else max(64, heads), tile, 8, merge_heads=1, merge_warps=4, pdl=overlaps())
 
 
 @triton.jit
