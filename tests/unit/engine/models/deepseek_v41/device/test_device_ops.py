@@ -42,10 +42,15 @@ def test_every_op_of_the_mini_model_and_all_but_three_of_the_tiny_one_are_kernel
 def test_the_references_that_the_tiny_model_uses_on_a_device_neither_wait_for_it_nor_upload(op, monkeypatch):
     """Tensors without values: whatever asks for one, or for a shape that depends on one, raises."""
     case = next(case for case in CASES if case.op == op)
-    inputs = case.make(torch.Generator().manual_seed(0), case.small[0])
+    calls = [case.make(torch.Generator().manual_seed(0), size) for size in case.small]
     for made in ("tensor", "as_tensor", "from_numpy"):
         monkeypatch.delattr(torch, made)
-    REFERENCE.load(op)(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in inputs.args))
+
+    def empty(value):
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    for call in calls:
+        REFERENCE.load(op)(*map(empty, call.args), **{name: empty(value) for name, value in call.keywords.items()})
 
 
 @pytest.mark.long
