@@ -27,7 +27,7 @@ from engine.models.deepseek_v41.presets import mini_config
 REPLAYS = 30
 DECODE = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096), (8, 6, 4096), (8, 1, 32768))
 """Rows, tokens each, tokens in KV before."""
-PREFILL = (2048, 8192)
+PREFILL = (256, 2048, 8192)
 PROFILED = ((8, 1, 4096), (64, 1, 4096), (256, 1, 4096))
 
 
@@ -94,10 +94,13 @@ def decode(driver: RowsDriver, parts: ModelParts, size: tuple[int, int, int], co
     recorded_s = time.perf_counter() - begun
     graph.replay()
     step = _events(graph.replay, REPLAYS)
+    fixed, _ = captured(driver, driver.decoding(rows, length, each, fixed=True))
+    fixed.replay()
+    fixed_step = _events(fixed.replay, REPLAYS)
     floor = floor_bytes(driver.model.config, parts, rows, each, length) / copy * 1e6
     row: dict[str, object] = {
         "rows": rows, "tokens_each": each, "context": length, "recorded_us": step, "eager_us": eager,
-        "eager_host_us": issued, "floor_us": floor, "of_floor": floor / step, "recording_s": recorded_s,
+        "eager_host_us": issued, "floor_us": floor, "of_floor": floor / step, "deterministic_us": fixed_step, "recording_s": recorded_s,
         "graph_mib": (torch.cuda.memory_reserved() - before) / 2**20,
     }  # fmt: skip
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -124,9 +127,14 @@ def prefill(driver: RowsDriver, parts: ModelParts, tokens: int, flops: float) ->
     """Time one chunk of one prompt."""
     config = driver.model.config
     ids = [(7 * i) % (config.vocab_size - 4) + 3 for i in range(tokens)]
-    batch = driver.batch([0], [0], [ids], [[-1, -1, -1]])
+    batch, fixed = (driver.batch([0], [0], [ids], [[-1, -1, -1]], fixed=fixed) for fixed in (False, True))
+    for each in (batch, fixed):
+        driver.run(each)
+    us, fixed_us = (_events(lambda each=each: driver.run(each), 5) for each in (batch, fixed))
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
     driver.run(batch)
-    us = _events(lambda: driver.run(batch), 3)
+    issued_ms = (time.perf_counter() - begun) * 1e3
     experts = config.moe.top_k * 3 * config.hidden_size * config.moe.inner_size
     dense = sum(
         t.nbytes for layer in parts.layers for p in (layer.attn, layer.moe.shared_w13, layer.moe.shared_w2)
@@ -135,7 +143,8 @@ def prefill(driver: RowsDriver, parts: ModelParts, tokens: int, flops: float) ->
     work = 2.0 * tokens * (dense + len(config.layers) * experts)
     attended = sum(min(config.window + (config.index.top_k if layer.m else 0), tokens) for layer in config.layers)
     work += 4.0 * tokens * attended * config.num_heads * config.head_dim
-    row: dict[str, object] = {"tokens": tokens, "ms": us / 1e3, "tokens_per_s": tokens / us * 1e6,
+    row: dict[str, object] = {"tokens": tokens, "ms": us / 1e3, "deterministic_ms": fixed_us / 1e3,
+                              "host_ms": issued_ms, "tokens_per_s": tokens / us * 1e6,
                               "tflops": work / us / 1e6, "of_bf16_peak": work / us * 1e6 / flops}  # fmt: skip
     print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     row["kernels"] = kernels_of(lambda: driver.run(batch))
