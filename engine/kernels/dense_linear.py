@@ -58,7 +58,9 @@ def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Sh
     tile = _FIXED_TILE if fixed and not chip.sums_alike() else free
     height, stages = _height(tile, out, groups), _CUTS[tile][1]
     splits = _splits(_FIXED_TILE if fixed else tile, out, inner, groups)
-    ahead, warps = fixed or tile > 16 or splits == 1, 4 if height * tile <= 4096 else 8
+    # One product of even and odd columns adds in the order of two: so it is on Hopper.
+    ahead = tile > 16 or splits == 1 or (fixed and not chip.sums_alike())
+    warps = 4 if height * tile <= 4096 else 8
     return Shape(height, tile, splits, ahead, widened=False, num_warps=warps, num_stages=stages, pdl=overlaps())
 
 
