@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-"""Kernels whose launches find their compiled code again without Triton's binder, which takes several times as long.
+"""Kernels whose launches find their compiled code again without Triton's binder.
 
 A step that is not recorded makes hundreds of launches, one by one, on the host. What Triton compiles for is a launch's
 constants and options and, of every other argument, its type, whether it is 1 and whether 16 divides it (a pointer's
