@@ -7,7 +7,6 @@ import torch
 from benchmarks.kernel_case import (
     NEAR_BF16,
     Case,
-    Check,
     Inputs,
     close,
     exact,
@@ -19,12 +18,11 @@ from benchmarks.kernel_case import (
     turns,
 )
 from benchmarks.kernel_cases_attention import CASES_ATTENTION
+from benchmarks.kernel_cases_experts import EXPERT_CASES
 from benchmarks.kernel_cases_sampling import CASES_SAMPLING
 from benchmarks.kernel_cases_step import STEP_CASES
 from benchmarks.kernel_cases_v41 import V41_CASES
-from engine.kernels.reference.formats import decode_q4, q4, q4kv, q8
-from engine.kernels.reference.sort_routes import sort_routes
-from engine.kernels.shards import Shards, shards_of
+from engine.kernels.reference.formats import decode_q4, q4, q8
 
 EPS = 1e-20
 Size = dict[str, int]
@@ -100,19 +98,22 @@ def _store_entries(g: torch.Generator, size: Size) -> Inputs:
 def _index_scores(g: torch.Generator, size: Size) -> Inputs:
     b, each, n, per_page = size["b"], size["rows"], size["n"], 256 // size["m"]
     held = -(-n // per_page)
+    # Rows of one prompt have its pages, each for itself.
+    owners = 1 if "shared" in size else b
     heads, weight = index_queries(g, b * each)
     stride = per_page * 68
-    codes, scales = (poisoned(b * held + 1, per_page, width, stride=stride, device=g.device) for width in (64, 4))
+    codes, scales = (poisoned(owners * held + 1, per_page, width, stride=stride, device=g.device) for width in (64, 4))
     codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=g, device=g.device))
     scales.copy_(torch.randint(120, 130, scales.shape, dtype=torch.uint8, generator=g, device=g.device))
-    pages = 1 + torch.randperm(b * held, generator=g, device=g.device).view(b, held).int()
+    pages = 1 + torch.randperm(owners * held, generator=g, device=g.device).view(owners, held).int()
+    pages = pages.repeat(b // owners, 1)
     last = torch.full((b, 1), n, device=g.device) - torch.arange(b, device=g.device)[:, None] % 7
     visible = (last - torch.arange(each - 1, -1, -1, device=g.device)).clamp(min=0).int().flatten()
     scores = torch.full((b * each, held * per_page), torch.nan, device=g.device)
     # Uneven: each, each - 2 .. rows, then each - 1 ..: some sequences have none, and the last rows are nobody's.
     fewer = 2 * torch.arange(b) % (each + 1) if "uneven" in size else torch.zeros(b, dtype=torch.int64)
     starts = torch.nn.functional.pad((each - fewer).cumsum(0), (1, 0)).int()
-    rows, sequences = int(starts[-1]), int((fewer < each).sum())
+    rows, sequences = int(starts[-1]), min(owners, int((fewer < each).sum()))
     return Inputs(
         (heads, weight, codes, scales, pages, visible, scores),
         written=(6,),
@@ -148,62 +149,9 @@ def _select_top(g: torch.Generator, size: Size) -> Inputs:
     return Inputs((scores, visible, size["k"], block), least_bytes=t * n * 4 + t * size["k"] * 4)
 
 
-def routed(g: torch.Generator, size: Size) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return pair order and offsets of balanced random routes, and their weights float32 [t, k]."""
-    t, k, experts = size["t"], size["k"], size["e"]
-    chosen = torch.rand(t, experts, generator=g, device=g.device).topk(k, dim=1).indices.int()
-    if t > 2:
-        chosen[1, 0] = -1
-    weight = 0.5 * torch.rand(t, k, generator=g, device=g.device)
-    return *sort_routes(chosen, experts), weight
-
-
-def fp4_weights(g: torch.Generator, size: Size, out: int, inner: int) -> Shards:
-    """Return tiled random weights of a size that keeps products near one, in as many buffers as there are shards."""
-    experts, each = size["e"], -(-size["e"] // size.get("shards", 1))
-    # Any words are some weight.
-    tiles = (experts, out // 64, inner // 128, 64)
-    words = torch.randint(-(1 << 31), 1 << 31, (*tiles, 16), dtype=torch.int32, generator=g, device=g.device)
-    low = 124 - int(inner).bit_length() // 2
-    scales = torch.randint(low, low + 3, (*tiles, 4), dtype=torch.uint8, generator=g, device=g.device)
-    codes, spread = ([part.clone() for part in one.split(each)] for one in (words, scales))
-    return shards_of(codes, spread, g.device)
-
-
 def _sort_routes(g: torch.Generator, size: Size) -> Inputs:
     chosen = torch.randint(-1, size["e"], (size["t"], size["k"]), generator=g, device=g.device).int()
     return Inputs((chosen, size["e"]), least_bytes=2 * size_of(chosen))
-
-
-def _experts_up(g: torch.Generator, size: Size) -> Inputs:
-    d, inner = size["d"], size["i"]
-    codes, scales = q8(normal(g, size["t"], d))
-    order, offsets, weight = routed(g, size)
-    w = fp4_weights(g, size, 2 * inner, d)
-    pairs = int(offsets[-1])
-    used = int((offsets[1:] > offsets[:-1]).sum())
-    moved = size_of(codes, scales) + (size_of(*w.codes, *w.scales) // size["e"]) * used + pairs * inner * 33 // 32
-    return Inputs((codes, scales, order, offsets, w, weight, 10.0), least_bytes=moved, flops=4.0 * pairs * d * inner)
-
-
-def _experts_down(g: torch.Generator, size: Size) -> Inputs:
-    d, inner = size["d"], size["i"]
-    order, offsets, _ = routed(g, size)
-    codes, scales = q8(normal(g, len(order), inner))
-    w = fp4_weights(g, size, d, inner)
-    pairs = int(offsets[-1])
-    used = int((offsets[1:] > offsets[:-1]).sum())
-    moved = size_of(codes, scales) + (size_of(*w.codes, *w.scales) // size["e"]) * used + pairs * d * 2
-    return Inputs((codes, scales, order, offsets, w), least_bytes=moved, flops=2.0 * pairs * d * inner)
-
-
-def _owned(check: Check) -> Check:
-    """Compare the places that an expert owns: all but the last few, which pairs without expert leave unwritten."""
-    return lambda got, want: check(got[: len(got) - 1], want[: len(want) - 1])
-
-
-SUM = close(2.0**-7, 2e-2)
-"""One rounding to bfloat16, plus float32 sums in another order over thousands of products near one."""
 
 
 def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
@@ -213,7 +161,10 @@ def _sparse_attention(g: torch.Generator, size: Size) -> Inputs:
     ring = poisoned(b, 134, 528, stride=size.get("layers", 20) * 134 * 528, device=g.device)
     ring.copy_(torch.cat(q8(torch.randn(b, 134, 512, generator=g, device=g.device)), -1))
     entries = poisoned(b * held + 1, per_page, 288, stride=per_page * 356, device=g.device)
-    entries.copy_(torch.cat(q4kv(torch.randn(b * held + 1, per_page, 512, generator=g, device=g.device)), -1))
+    # Any codes are values up to 6, scales are 0.19 .. 0.37: near one, without gigabytes of numbers to round.
+    entries.copy_(torch.randint(0, 256, entries.shape, dtype=torch.uint8, generator=g, device=g.device))
+    spread = (*entries.shape[:2], 32)
+    entries[..., 256:] = torch.randint(36, 44, spread, dtype=torch.uint8, generator=g, device=g.device)
     pages = 1 + torch.randperm(b * held, generator=g, device=g.device).view(b, held).int()
     owner = torch.arange(b, device=g.device).repeat_interleave(each)
     positions = 2 * n - each + torch.arange(each, device=g.device).repeat(b)
@@ -282,6 +233,7 @@ CASES = (
             {"b": 1, "rows": 3, "n": 300, "m": 1},
             {"b": 2, "rows": 6, "n": 1000, "m": 2},
             {"b": 4, "rows": 6, "n": 300, "m": 1, "uneven": 1},
+            {"b": 3, "rows": 1, "n": 200, "m": 2, "shared": 1},
         ),
         large=(
             {"b": 8, "rows": 1, "n": 65536, "m": 2},
@@ -324,38 +276,7 @@ CASES = (
         small=({"t": 1, "k": 2, "e": 4}, {"t": 50, "k": 3, "e": 7}),
         large=({"t": 64, "k": 6, "e": 384}, {"t": 8192, "k": 6, "e": 384}),
     ),
-    Case(
-        "experts_up",
-        _experts_up,
-        (_owned(few_bytes(0.02)), _owned(few_bytes(0.01))),
-        small=(
-            {"t": 5, "k": 2, "e": 3, "d": 256, "i": 64},
-            {"t": 5, "k": 2, "e": 3, "d": 128, "i": 64, "shards": 2},
-            {"t": 40, "k": 2, "e": 3, "d": 256, "i": 128},
-            {"t": 100, "k": 2, "e": 3, "d": 128, "i": 64},
-        ),
-        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256, 1024)),
-        compiled=(
-            *({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
-            *({"t": t, "k": 2, "e": 2, "d": 1024, "i": 512} for t in (4, 50, 128)),
-        ),
-    ),
-    Case(
-        "experts_down",
-        _experts_down,
-        (SUM,),
-        small=(
-            {"t": 5, "k": 2, "e": 3, "d": 128, "i": 256},
-            {"t": 2, "k": 2, "e": 3, "d": 128, "i": 128, "shards": 2},
-            {"t": 40, "k": 2, "e": 3, "d": 128, "i": 256},
-            {"t": 100, "k": 2, "e": 3, "d": 128, "i": 128},
-        ),
-        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256, 1024)),
-        compiled=(
-            *({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
-            *({"t": t, "k": 2, "e": 2, "d": 1024, "i": 512} for t in (4, 50, 128)),
-        ),
-    ),
+    *EXPERT_CASES,
     Case(
         "sparse_attention",
         _sparse_attention,

@@ -75,8 +75,12 @@ def _swiglu_quantize(g: torch.Generator, size: Size) -> Inputs:
 def _engram_lookup(g: torch.Generator, size: Size) -> Inputs:
     t, width, count, each = size["t"], size["w"], size["c"], size["rows"]
     device = g.device
-    vocab = 1000
+    vocab = size.get("zipf", 1000)
     ngrams = torch.randint(-1, vocab, (t, 4), generator=g, device=device)
+    if "zipf" in size:
+        # Of one text whose ids are as frequent as their ranks are low: a power of uniform numbers.
+        ids = (vocab ** torch.rand(t + 3, generator=g, device=device)).long() - 1
+        ngrams = ids.unfold(0, 4, 1).flip(1).contiguous()
     # Column heights need not be primes for the arithmetic; sums of them are the height of the table.
     heights = each - torch.arange(count, device=device)
     offsets = heights.cumsum(0) - heights
@@ -203,7 +207,11 @@ V41_CASES = (
         "engram_lookup",
         _engram_lookup,
         (exact, exact),
-        small=({"t": 5, "w": 32, "c": 6, "rows": 50, "shards": 1}, {"t": 3, "w": 64, "c": 6, "rows": 40, "shards": 3}),
+        small=(
+            {"t": 5, "w": 32, "c": 6, "rows": 50, "shards": 1},
+            {"t": 3, "w": 64, "c": 6, "rows": 40, "shards": 3},
+            {"t": 9, "w": 32, "c": 6, "rows": 50, "shards": 1, "zipf": 300},
+        ),
         large=(
             {"t": 8, "w": 256, "c": 24, "rows": 40000, "shards": 1},
             {"t": 8192, "w": 256, "c": 24, "rows": 40000, "shards": 4},

@@ -18,6 +18,15 @@ Peer = Callable[[list[Inputs], Size], float]
 """Returns microseconds for the inputs of a case at a size."""
 
 
+def peer(run: Callable[[], object]) -> object:
+    """Return a peer's microseconds, or why it did not run."""
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001 - a peer that fails is a row, not the end
+        torch.cuda.synchronize()
+        return f"did not run: {type(error).__name__}: {str(error)[:200]}"
+
+
 def _rotating(make: Callable[[], Callable[[], object]], num_bytes: int) -> float:
     """Time calls over as many input sets as keep the cache cold."""
     return time_us([make() for _ in range(sets_for(num_bytes))])[0]
@@ -42,6 +51,8 @@ def deep_gemm_logits(_: list[Inputs], size: Size) -> float:
     """Paged index logits over FP8 keys (132 bytes each) in pages of 64."""
     deep_gemm = importlib.import_module("deep_gemm")
 
+    if "shared" in size or "uneven" in size:
+        raise ValueError("no equal work at this size")
     b, rows, n, page = size["b"], size["rows"], size["n"], 64
 
     def make() -> Callable[[], object]:
@@ -92,21 +103,27 @@ def flash_mla_v4(_: list[Inputs], size: Size) -> float:
     return time_us([make() for _ in range(min(4, sets_for(rows * keys * 584)))])[0]
 
 
-def deep_gemm_masked(out: int, inner: int) -> Peer:
-    """Grouped product of FP8 weights (twice the bytes), balanced, without what follows it."""
+def _rows_each(inputs: list[Inputs]) -> torch.Tensor:
+    """Return int32 [experts]: the rows of every expert in a call of `experts_up` or `experts_down`."""
+    offsets = inputs[0].args[3]
+    assert isinstance(offsets, torch.Tensor)
+    return offsets.diff().int()
 
-    def run(_: list[Inputs], size: Size) -> float:
+
+def deep_gemm_masked(out: int, inner: int) -> Peer:
+    """Grouped product of FP8 weights (twice the bytes), of as many rows an expert, without what follows it."""
+
+    def run(inputs: list[Inputs], size: Size) -> float:
         deep_gemm = importlib.import_module("deep_gemm")
 
-        experts, mean = size["e"], size["t"] * size["k"] // size["e"]
-        most = max(64, mean)
+        experts, mean, counts = size["e"], size["t"] * size["k"] // size["e"], _rows_each(inputs)
+        most = max(64, int(counts.max()))
 
         def make() -> Callable[[], object]:
             weight = _fp8(experts, out, inner)
             scale = torch.rand(experts, out // 128, inner // 128, device="cuda") + 0.5
             x, xs = _fp8(experts, most, inner), torch.rand(experts, most, inner // 128, device="cuda") + 0.5
             made = torch.empty(experts, most, out, device="cuda", dtype=torch.bfloat16)
-            counts = torch.full((experts,), mean, device="cuda", dtype=torch.int32)
             return lambda: deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
                 (x, xs), (weight, scale), made, counts, mean, disable_ue8m0_cast=True
             )
@@ -117,13 +134,12 @@ def deep_gemm_masked(out: int, inner: int) -> Peer:
 
 
 def torch_grouped(out: int, inner: int) -> Peer:
-    """Grouped product of bfloat16 weights (four times the bytes), balanced, without what follows it."""
+    """Grouped product of bfloat16 weights (four times the bytes), of as many rows an expert, without what follows it."""
 
-    def run(_: list[Inputs], size: Size) -> float:
-        experts, mean = size["e"], size["t"] * size["k"] // size["e"]
-        weight = torch.randn(experts, out, inner, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        x = torch.randn(experts * mean, inner, device="cuda", dtype=torch.bfloat16)
-        ends = torch.arange(mean, experts * mean + 1, mean, device="cuda", dtype=torch.int32)
+    def run(inputs: list[Inputs], size: Size) -> float:
+        ends = _rows_each(inputs).cumsum(0, dtype=torch.int32)
+        weight = torch.randn(size["e"], out, inner, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        x = torch.randn(int(ends[-1]), inner, device="cuda", dtype=torch.bfloat16)
         return time_us([lambda: torch.nn.functional.grouped_mm(x, weight, offs=ends)])[0]
 
     return run

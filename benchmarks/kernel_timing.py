@@ -1,9 +1,14 @@
 """Times calls on a GPU: many of them in one CUDA graph over rotating inputs, so that neither launches nor caches flatter."""
 
+import importlib
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+Args = tuple[tuple[object, ...], Mapping[str, object]]
+"""Arguments of one call by position and by name."""
 
 _COLD_BYTES = 256 << 20
 """Inputs rotate over at least this much, several times the second-level cache."""
@@ -26,8 +31,12 @@ def _events(run: Callable[[], object], replays: int) -> list[float]:
     return [begin.elapsed_time(end) * 1000 for begin, end in pairs]
 
 
-def time_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
-    """Return the median and the 90th percentile in microseconds of one call, measured over replays of all `calls`."""
+def time_us(
+    calls: Sequence[Callable[[], object]], replays: int = REPLAYS, within_s: float = math.inf
+) -> tuple[float, float]:
+    """Return the median and the 90th percentile in microseconds of one call, measured over replays of all `calls`: as many
+    as asked for, or at least five and fewer if those would take longer than `within_s`.
+    """
     repeats = max(1, 8 // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -40,11 +49,36 @@ def time_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tu
         for _ in range(repeats):
             for call in calls:
                 call()
-    for _ in range(3):
-        graph.replay()
-    took = sorted(_events(graph.replay, replays))
+    once = min(_events(graph.replay, 3))
+    fitting = max(5, int(min(replays, within_s * 1e6 / once)))
+    took = sorted(_events(graph.replay, fitting))
     each = repeats * len(calls)
     return statistics.median(took) / each, took[int(0.9 * len(took))] / each
+
+
+def compiled_us(function: Callable[..., object], calls: Sequence[Args]) -> dict[str, object]:
+    """Return what a function takes as `torch.compile` makes it: by a recording, or with its launches where it has none."""
+    torch.compiler.reset()
+    # Errors of a compiler in a process of its own do not say what is wrong.
+    importlib.import_module("torch._inductor.config").compile_threads = 1
+    compiled = torch.compile(function, dynamic=False)
+    runs = [lambda c=c: compiled(*c[0], **c[1]) for c in calls]
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    try:
+        # A call that waits for the device cannot be recorded, and trying that leaves the process with a broken recording.
+        torch.cuda.set_sync_debug_mode("error")
+        runs[0]()
+        torch.cuda.set_sync_debug_mode(mode)
+        return {"torch_compile_us": time_us(runs, 20, 0.5)[0]}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the function ran before
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        took = statistics.median(_events(lambda: [run() for run in runs], 20)) / len(runs)
+        return {"torch_compile_us": took, "torch_compile_launched": f"not recorded: {str(error)[:160]}"}
 
 
 def copy_bandwidth() -> float:

@@ -2,12 +2,14 @@
 
 ``python -m benchmarks.kernel_trials --out FILE [--seconds 200] trials.json ...``: a file is a list of
 ``{"op": .., "size": {..}, "set": {..}}``. The module of an op has a function `shape_of`, which returns a NamedTuple of all
-that its launcher may choose; `set` replaces fields of it, nothing is the shape as it is. Processes side by side compile and
-check first, then one process times what is right, with everything compiled.
+that its launcher may choose; `set` replaces fields of it, nothing is the shape as it is. `check` names a smaller size for
+the reference; `compiled` times the reference under `torch.compile`, too. Processes side by side compile and check first,
+then one process times what is right, with everything compiled.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import subprocess
@@ -20,16 +22,23 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks import kernels_gpu
 from benchmarks.engine_parts import write_gpu_record
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
 from benchmarks.kernel_checks import check
-from benchmarks.kernel_peers import PEERS
-from benchmarks.kernel_timing import copy_bandwidth, matmul_flops, sets_for, time_us
-from benchmarks.kernels_gpu import peer
-from engine.kernels.ops import TRITON
+from benchmarks.kernel_peers import PEERS, peer
+from benchmarks.kernel_timing import REPLAYS, compiled_us, copy_bandwidth, matmul_flops
+from engine.kernels.ops import REFERENCE, TRITON
 
 Trial = dict[str, Any]
+CROWDED = "no memory beside the others"
+"""Is checked again, alone."""
+UNCHECKED = "no time left to check it"
+NOTE = f"""one process; median and 90th percentile of {REPLAYS} graph replays, or as many as half a second has and at least \
+five, over rotating inputs; right ones only; limits measured in the run; copy_share, fp8_share: bytes and operations over \
+the measured copy and fp8 rates; peers: random inputs of as many rows; torch_compile_launched: why its time is that of \
+launches without a recording"""
 
 
 def case_of(trial: Trial) -> Case:
@@ -51,36 +60,46 @@ def shaped(trial: Trial) -> Any:
     return patch.object(module, "shape_of", changed)
 
 
+def wrong_with(trial: Trial) -> str | None:
+    """Check a trial, where it says so at another size, and compile all that is timed; None says it is right."""
+    case, size = case_of(trial), trial["size"]
+    try:
+        with shaped(trial):
+            if wrong := check(case, trial.get("check", size), "cuda", seed=7):
+                return wrong
+            if "check" in trial:
+                inputs = case.make(torch.Generator("cuda").manual_seed(1), size)
+                TRITON.load(case.op)(*inputs.args, **inputs.keywords)
+        if trial.get("compiled"):
+            inputs = case.make(torch.Generator("cuda").manual_seed(1), size)
+            peer(lambda: compiled_us(REFERENCE.load(case.op), [(inputs.args, inputs.keywords)]))
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return CROWDED
+    except Exception as error:  # noqa: BLE001 - a shape that does not compile is a result
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    finally:
+        # Others check beside this process.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return None
+
+
 def timed(trial: Trial, limits: dict[str, float], without: tuple[str, ...]) -> dict[str, object]:
     """Return microseconds of one call, its floor, and for the shape as it is what peers take, but those named so."""
     case = case_of(trial)
-    generator = torch.Generator("cuda").manual_seed(1)
-    first = case.make(generator, trial["size"])
-    inputs = [first, *(case.make(generator, trial["size"]) for _ in range(sets_for(first.least_bytes) - 1))]
-    kernel = TRITON.load(trial["op"])
+    peers = {} if trial["set"] else PEERS.get(case.op, {})
+    wanted = {name: run for name, run in peers.items() if not name.startswith(without)}
     with shaped(trial):
-        us, p90 = time_us([lambda i=i: kernel(*i.args, **i.keywords) for i in inputs], 20)
-    floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
-    row: dict[str, object] = {"us": us, "us_p90": p90, "floor_us": floor, "of_limit": floor / us}
-    if not trial["set"]:
-        peers = {name: run for name, run in PEERS.get(trial["op"], {}).items() if not name.startswith(without)}
-        row |= {name: peer(lambda run=run: run(inputs, trial["size"])) for name, run in peers.items()}
-    return row
+        return kernels_gpu.timed(case, trial["size"], limits, peers=wanted, compiled=bool(trial.get("compiled")))
 
 
 def check_share(trials: list[Trial], out: Path) -> None:
-    """Compile and check trials, one line each; None says it is right."""
+    """Compile and check trials, one line each."""
     with out.open("w") as file:
         for trial in trials:
-            try:
-                with shaped(trial):
-                    wrong = check(case_of(trial), trial["size"], "cuda", seed=7)
-            except Exception as error:  # noqa: BLE001 - a shape that does not compile is a result
-                wrong = f"{type(error).__name__}: {str(error)[:300]}"
-            file.write(json.dumps(wrong) + "\n")
+            file.write(json.dumps(wrong_with(trial)) + "\n")
             file.flush()
-            # Others check beside this process.
-            torch.cuda.empty_cache()
 
 
 def checked(trials: list[Trial], workers: int, seconds: float) -> list[str | None]:
@@ -93,7 +112,7 @@ def checked(trials: list[Trial], workers: int, seconds: float) -> list[str | Non
             command = [sys.executable, "-m", "benchmarks.kernel_trials", "--share", str(out), str(share)]
             started.append((worker, out, subprocess.Popen(command)))
         until = time.monotonic() + seconds
-        found: list[str | None] = ["no time left to check it"] * len(trials)
+        found: list[str | None] = [UNCHECKED] * len(trials)
         for worker, out, process in started:
             try:
                 process.wait(max(0.1, until - time.monotonic()))
@@ -105,20 +124,19 @@ def checked(trials: list[Trial], workers: int, seconds: float) -> list[str | Non
         return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def trials_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what is told to all that run trials."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--share", type=Path, help="for the processes side by side")
     parser.add_argument("--commit", default="")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--without", default="", help="peers whose names begin so, with commas between")
-    parser.add_argument("files", nargs="+", type=Path)
-    options = parser.parse_args()
-    trials: list[Trial] = [trial for file in options.files for trial in json.loads(file.read_text())]
-    if options.share:
-        check_share(trials, options.share)
-        return 0
+    return parser
+
+
+def run_trials(trials: list[Trial], options: argparse.Namespace) -> int:
+    """Check and time trials, and write the record again after each; returns 1 if one is wrong or failed."""
     without = tuple(filter(None, options.without.split(",")))
     begun = time.monotonic()
     wrong = checked(trials, options.workers, options.seconds * 0.6)
@@ -128,20 +146,33 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     for trial, error in zip(trials, wrong, strict=True):
         row: dict[str, object] = dict(trial)
-        if error is not None:
+        if error == UNCHECKED or time.monotonic() - begun > options.seconds:
+            row["left_out"] = error or "no time left"
+        elif error := wrong_with(trial) if error == CROWDED else error:
             row["wrong"] = error
-        elif time.monotonic() - begun > options.seconds:
-            row["left_out"] = "no time left"
         else:
             try:
                 row |= timed(trial, limits, without)
             except Exception as failure:  # noqa: BLE001 - one shape must not cost the others
                 row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
+            gc.collect()
+            torch.cuda.empty_cache()
         rows.append(row)
-        print({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    note = "median and 90th percentile of 20 graph replays over rotating inputs; right ones only"
-    write_gpu_record(options.out, options.commit, note, rows, limits_per_s=limits, seconds=time.monotonic() - begun)
-    return 0
+        print(kernels_gpu.shown(row), flush=True)
+        write_gpu_record(options.out, options.commit, NOTE, rows, limits_per_s=limits, seconds=time.monotonic() - begun)
+    return int(any("wrong" in row or "failed" in row for row in rows))
+
+
+def main() -> int:
+    parser = trials_parser(__doc__)
+    parser.add_argument("--share", type=Path, help="for the processes side by side")
+    parser.add_argument("files", nargs="+", type=Path)
+    options = parser.parse_args()
+    trials: list[Trial] = [trial for file in options.files for trial in json.loads(file.read_text())]
+    if options.share:
+        check_share(trials, options.share)
+        return 0
+    return run_trials(trials, options)
 
 
 if __name__ == "__main__":

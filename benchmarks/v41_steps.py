@@ -61,7 +61,10 @@ def floor_bytes(config: V41Config, parts: ModelParts, rows: int, each: int, leng
         if layer.m:
             total += tokens * min(config.index.top_k, length // layer.m) * (config.head_dim * 9 // 16)
         if layer.owns_index_query and length // layer.m > config.index.top_k:
-            total += rows * (length // layer.m) * (config.index.head_dim * 17 // 32)
+            scanned = rows * (length // layer.m)
+            if layer.uses_candidates and (rules := config.candidates):
+                scanned = min(scanned, tokens * rules.top_blocks * rules.block_size)
+            total += scanned * (config.index.head_dim * 17 // 32)
     return total
 
 
