@@ -53,8 +53,8 @@ STEPS = (
     Step("surroundings", 100, "kernels_k", ("--seconds", "85", "K5"), "kernels_k5.json"),
     Step("compiled", 150, "kernels_k", ("--seconds", "135", "compiled"), "kernels_compiled.json"),
     # Adapters of packages that a machine may have or not: none has run.
-    Step("deep_gemm", 45, "kernels_gpu", ("--vendor", "deep_gemm"), "kernels_deep_gemm.json"),
-    Step("flash_mla", 45, "kernels_gpu", ("--vendor", "flash_mla"), "kernels_flash_mla.json"),
+    Step("deep_gemm", 45, "kernels_gpu", ("--seconds", "35", "--vendor", "deep_gemm"), "kernels_deep_gemm.json"),
+    Step("flash_mla", 45, "kernels_gpu", ("--seconds", "35", "--vendor", "flash_mla"), "kernels_flash_mla.json"),
 )
 
 

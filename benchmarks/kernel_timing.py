@@ -1,5 +1,6 @@
 """Times calls on a GPU: many of them in one CUDA graph over rotating inputs, so that neither launches nor caches flatter."""
 
+import functools
 import importlib
 import math
 import statistics
@@ -62,7 +63,7 @@ def compiled_us(function: Callable[..., object], calls: Sequence[Args]) -> dict[
     # Errors of a compiler in a process of its own do not say what is wrong.
     importlib.import_module("torch._inductor.config").compile_threads = 1
     compiled = torch.compile(function, dynamic=False)
-    runs = [lambda c=c: compiled(*c[0], **c[1]) for c in calls]
+    runs = [functools.partial(compiled, *args, **keywords) for args, keywords in calls]
     for run in runs:
         run()
     torch.cuda.synchronize()

@@ -22,19 +22,20 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import kernels_gpu
 from benchmarks.engine_parts import write_gpu_record
 from benchmarks.kernel_case import Case
 from benchmarks.kernel_cases import CASES
-from benchmarks.kernel_checks import check
+from benchmarks.kernel_checks import check, provider_named
 from benchmarks.kernel_peers import PEERS, peer
-from benchmarks.kernel_timing import REPLAYS, compiled_us, copy_bandwidth, matmul_flops
-from engine.kernels.ops import REFERENCE, TRITON
+from benchmarks.kernel_timing import REPLAYS, compiled_us, copy_bandwidth, matmul_flops, sets_for, time_us
+from engine.kernels.ops import REFERENCE, TRITON, Op
 
 Trial = dict[str, Any]
 CROWDED = "no memory beside the others"
 """Is checked again, alone."""
 UNCHECKED = "no time left to check it"
+_MOST_BYTES = 40 << 30
+"""Of all sets of inputs on the device."""
 NOTE = f"""one process; median and 90th percentile of {REPLAYS} graph replays, or as many as half a second has and at least \
 five, over rotating inputs; right ones only; limits measured in the run; copy_share, fp8_share: bytes and operations over \
 the measured copy and fp8 rates; peers: random inputs of as many rows; torch_compile_launched: why its time is that of \
@@ -64,8 +65,9 @@ def wrong_with(trial: Trial) -> str | None:
     """Check a trial, where it says so at another size, and compile all that is timed; None says it is right."""
     case, size = case_of(trial), trial["size"]
     try:
+        provider = provider_named(trial.get("vendor"))
         with shaped(trial):
-            if wrong := check(case, trial.get("check", size), "cuda", seed=7):
+            if wrong := check(case, trial.get("check", size), "cuda", seed=7, provider=provider):
                 return wrong
             if "check" in trial:
                 inputs = case.make(torch.Generator("cuda").manual_seed(1), size)
@@ -87,11 +89,39 @@ def wrong_with(trial: Trial) -> str | None:
 
 def timed(trial: Trial, limits: dict[str, float], without: tuple[str, ...]) -> dict[str, object]:
     """Return microseconds of one call, its floor, and for the shape as it is what peers take, but those named so."""
-    case = case_of(trial)
-    peers = {} if trial["set"] else PEERS.get(case.op, {})
-    wanted = {name: run for name, run in peers.items() if not name.startswith(without)}
+    case, size, provider = case_of(trial), trial["size"], provider_named(trial.get("vendor"))
+    generator = torch.Generator("cuda").manual_seed(1)
+    before = torch.cuda.memory_allocated()
+    first = case.make(generator, size)
+    fitting = _MOST_BYTES // max(1, torch.cuda.memory_allocated() - before)
+    count = max(1, min(sets_for(first.least_bytes), fitting))
+    inputs = [first, *(case.make(generator, size) for _ in range(count - 1))]
+
+    def us_of(kernel: Op) -> tuple[float, float]:
+        return time_us([lambda i=i: kernel(*i.args, **i.keywords) for i in inputs], REPLAYS, 0.5)
+
     with shaped(trial):
-        return kernels_gpu.timed(case, trial["size"], limits, peers=wanted, compiled=bool(trial.get("compiled")))
+        us, p90 = us_of(provider.load(case.op))
+    row: dict[str, object] = {} if provider is TRITON else {"ours_us": us_of(TRITON.load(case.op))[0]}
+    floor = max(first.least_bytes / limits["copy"], first.flops / limits["bf16"]) * 1e6
+    row |= {"us": us, "us_p90": p90, "least_bytes": first.least_bytes, "flops": first.flops, "floor_us": floor,
+            "of_limit": floor / us, "copy_share": first.least_bytes / limits["copy"] * 1e6 / us,
+            "fp8_share": first.flops / limits["fp8"] * 1e6 / us, "input_sets": len(inputs)}  # fmt: skip
+    for name, run in ({} if trial["set"] else PEERS.get(case.op, {})).items():
+        if not name.startswith(without):
+            row[name] = peer(lambda run=run: run(inputs, size))
+    if trial.get("compiled"):
+        found = peer(lambda: compiled_us(REFERENCE.load(case.op), [(i.args, i.keywords) for i in inputs[:4]]))
+        row |= found if isinstance(found, dict) else {"torch_compile_us": found}
+    return row
+
+
+def shown(row: dict[str, object]) -> str:
+    hidden = ("least_bytes", "flops", "set", "check", "compiled")
+    numbers = {
+        k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k not in hidden or (k == "set" and v)
+    }
+    return " ".join(f"{k}={v}" for k, v in numbers.items())
 
 
 def check_share(trials: list[Trial], out: Path) -> None:
@@ -158,7 +188,7 @@ def run_trials(trials: list[Trial], options: argparse.Namespace) -> int:
             gc.collect()
             torch.cuda.empty_cache()
         rows.append(row)
-        print(kernels_gpu.shown(row), flush=True)
+        print(shown(row), flush=True)
         write_gpu_record(options.out, options.commit, NOTE, rows, limits_per_s=limits, seconds=time.monotonic() - begun)
     return int(any("wrong" in row or "failed" in row for row in rows))
 

@@ -130,7 +130,7 @@ def rank(experts: int, seconds: float, write: Callable[[dict[str, Any]], None]) 
                                  "weights_bytes": memory_bytes(parts), "decode": rows}  # fmt: skip
     print(f"{result} after {time.monotonic() - begun:.0f} s", flush=True)
     for requests, each in SIZES:
-        size = {"requests": requests, "tokens_each": each}
+        size: dict[str, object] = {"requests": requests, "tokens_each": each}
         try:
             in_time = time.monotonic() - begun < seconds
             rows.append(
