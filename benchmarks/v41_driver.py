@@ -1,7 +1,5 @@
 """Steps of V4.1 straight through its model on a device, over random KV: batches as a device executor makes them."""
 
-import dataclasses
-
 import numpy as np
 import torch
 
@@ -86,8 +84,3 @@ def captured(driver: RowsDriver, batch: ForwardBatch) -> tuple[torch.cuda.CUDAGr
     with torch.cuda.graph(graph):
         made = driver.run(batch)
     return graph, made
-
-
-def with_ids(batch: ForwardBatch, ids: torch.Tensor) -> ForwardBatch:
-    """Return the batch with other tokens."""
-    return dataclasses.replace(batch, token_ids=ids)

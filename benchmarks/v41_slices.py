@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.engine_parts import write_gpu_record
 from benchmarks.kernel_timing import copy_bandwidth
-from benchmarks.v41_driver import PAGE, RowsDriver, captured
+from benchmarks.v41_driver import RowsDriver, captured
 from benchmarks.v41_steps import floor_bytes, kernels_of, model_of, slice_config
 from engine.cache.kv_memory import region_sizes
 from engine.models.deepseek_v41.device.model import DeviceDeepseekModel
@@ -29,8 +29,6 @@ from engine.models.deepseek_v41.device.parts import ModelParts, memory_bytes
 CONTEXT = 131_072
 SIZES = ((64, 4), (8, 4), (256, 4), (64, 6))
 """Requests, tokens that each verifies."""
-_SPARE_BYTES = 14 << 30
-"""For what a step makes and its recording keeps."""
 _REPLAYS, _MOST_REPLAYS, _WITHIN_S = 500, 1000, 10.0
 _EAGER = 60
 RANKS = {"S2": 7, "S3": 48}
@@ -38,8 +36,7 @@ RANKS = {"S2": 7, "S3": 48}
 NOTE = (
     "one rank, no dispatch and combine: its experts are all there are, a token has six of them, so that they have the rows "
     "that all ranks' requests would send; gate of these experts only; n-gram tables of 0.5 million rows; random weights "
-    "and KV; a context that does not fit is halved; microseconds by events around each step, steps issued one behind the "
-    "other; eager: launch by launch"
+    "and KV; microseconds by events around each step, steps issued one behind the other; eager: launch by launch"
 )
 
 
@@ -78,30 +75,17 @@ def streak(run: Callable[[], object], count: int) -> dict[str, Any]:
             "wall_us": (time.perf_counter() - begun) / count * 1e6}  # fmt: skip
 
 
-def fitting(held: Callable[[int], int], wanted: int, free: int) -> int:
-    """Return the longest context, `wanted` or a halving of it down to 1024, whose KV of `held(context)` bytes fits in `free`."""
-    context = wanted
-    while context > 1024 and held(context) > free:
-        context //= 2
-    return context
-
-
 def measured(
-    model: DeviceDeepseekModel, parts: ModelParts, rows: int, each: int, copy: float, wanted: int = CONTEXT
+    model: DeviceDeepseekModel, parts: ModelParts, rows: int, each: int, copy: float, context: int = CONTEXT
 ) -> dict[str, object]:
     """Time the step of `rows` requests that verify `each` tokens, recorded and launch by launch."""
-
-    def held(context: int) -> int:
-        return sum(region_sizes(model.kv_layout(1 + rows * (-(-(context + 256) // PAGE)), rows, PAGE)))
-
-    context = fitting(held, wanted, torch.cuda.mem_get_info()[0] - _SPARE_BYTES)
     driver = RowsDriver(model, rows, context + 256, random_kv=True)
     batch = driver.decoding(rows, context, each)
     begun = time.perf_counter()
     driver.run(batch)
     torch.cuda.synchronize()
     row: dict[str, object] = {
-        "requests": rows, "tokens_each": each, "context": context, "kv_bytes": held(context),
+        "requests": rows, "tokens_each": each, "context": context, "kv_bytes": sum(region_sizes(driver.layout)),
         "first_s": time.perf_counter() - begun, "eager": streak(lambda: driver.run(batch), _EAGER),
     }  # fmt: skip
     graph, _ = captured(driver, batch)
