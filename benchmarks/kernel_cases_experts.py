@@ -79,6 +79,12 @@ def _owned(check: Check) -> Check:
 SUM = close(2.0**-7, 2e-2)
 """One rounding to bfloat16, plus float32 sums in another order over thousands of products near one."""
 
+_LARGE = tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256, 1024))
+_COMPILED = (
+    *({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
+    *({"t": t, "k": 2, "e": 2, "d": 1024, "i": 512} for t in (4, 50, 128)),
+)
+"""Of both products."""
 
 EXPERT_CASES = (
     Case(
@@ -92,11 +98,8 @@ EXPERT_CASES = (
             {"t": 100, "k": 2, "e": 3, "d": 128, "i": 64},
             {"t": 40, "k": 2, "e": 3, "d": 128, "i": 64, "skew": 180},
         ),
-        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256, 1024)),
-        compiled=(
-            *({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
-            *({"t": t, "k": 2, "e": 2, "d": 1024, "i": 512} for t in (4, 50, 128)),
-        ),
+        large=_LARGE,
+        compiled=_COMPILED,
     ),
     Case(
         "experts_down",
@@ -109,10 +112,7 @@ EXPERT_CASES = (
             {"t": 100, "k": 2, "e": 3, "d": 128, "i": 128},
             {"t": 40, "k": 1, "e": 7, "d": 128, "i": 128, "zipf": 120},
         ),
-        large=tuple({"t": 48 * rows // 6, "k": 6, "e": 48, "d": 5120, "i": 2304} for rows in (4, 16, 64, 256, 1024)),
-        compiled=(
-            *({"t": 16, "k": 2, "e": 2 * n, "d": 1024, "i": 512, "shards": n} for n in (1, 2)),
-            *({"t": t, "k": 2, "e": 2, "d": 1024, "i": 512} for t in (4, 50, 128)),
-        ),
+        large=_LARGE,
+        compiled=_COMPILED,
     ),
 )

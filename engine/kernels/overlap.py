@@ -28,19 +28,6 @@ def after_kernels_before(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
-def fetch_ahead(pointers):
-    """Ask for the lines of 128 bytes at some addresses to come into the second-level cache; NVIDIA only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 def overlaps() -> bool:
     """Return whether launches may be so, as far as the compiler and the machine's GPU, if it has one, say."""
     return chip.speaks_ptx() and _is_new_enough()
