@@ -1,9 +1,9 @@
-"""What a GPU has not run yet, in the order of what it is worth: one call for the next machine that is lent.
+"""The design's suite of kernels and of slices of a rank in one call, for a machine that is lent for minutes.
 
 ``python -m benchmarks.engine_session --out DIR [--commit HASH] [--seconds 560] [--gpus 1] [step ...]``: each step is a
 benchmark of its own with a limit of time and writes its own record; one that fails or is cut off does not stop the others,
-one that no longer fits is left out and named. Of several GPUs each takes the next step when it has done one. Whoever has
-run a step takes it out here and from docs/kernels.md.
+one that no longer fits is left out and named. What is not timed, compiling and checking, all steps do first, side by side.
+Of several GPUs each takes the next step when it has done one.
 """
 
 import argparse
@@ -29,8 +29,9 @@ class Step:
     record: str
     """File that it writes."""
 
-    def command(self, out: Path, commit: str) -> list[str]:
-        """Return what runs it."""
+    def command(self, out: Path, commit: str, *, ahead: bool = False) -> list[str]:
+        """Return what runs it, or only what it does ahead."""
+        ways = {"v41_slices": ("--compile",) if ahead else ()}
         return [
             sys.executable,
             "-m",
@@ -39,22 +40,22 @@ class Step:
             str(out / self.record),
             "--commit",
             commit,
+            *ways.get(self.module, ("--workers", "8", "--checks", str(out / "checks.json"))),
             *self.arguments,
         ]
 
 
 STEPS = (
-    Step("experts", 150, "kernels_k", ("--seconds", "135", "K1"), "kernels_k1.json"),
-    Step("S2", 170, "v41_slices", ("--seconds", "155", "S2"), "v41_s2.json"),
-    Step("attention", 120, "kernels_k", ("--seconds", "105", "K2"), "kernels_k2.json"),
-    Step("S3", 170, "v41_slices", ("--seconds", "155", "S3"), "v41_s3.json"),
-    Step("prompts", 120, "kernels_k", ("--seconds", "105", "K4"), "kernels_k4.json"),
-    Step("scans", 110, "kernels_k", ("--seconds", "95", "K3"), "kernels_k3.json"),
-    Step("surroundings", 100, "kernels_k", ("--seconds", "85", "K5"), "kernels_k5.json"),
-    Step("compiled", 150, "kernels_k", ("--seconds", "135", "compiled"), "kernels_compiled.json"),
-    # Adapters of packages that a machine may have or not: none has run.
-    Step("deep_gemm", 45, "kernels_gpu", ("--seconds", "35", "--vendor", "deep_gemm"), "kernels_deep_gemm.json"),
-    Step("flash_mla", 45, "kernels_gpu", ("--seconds", "35", "--vendor", "flash_mla"), "kernels_flash_mla.json"),
+    Step("S2", 150, "v41_slices", ("--seconds", "135", "S2"), "v41_s2.json"),
+    Step("S3", 150, "v41_slices", ("--seconds", "135", "S3"), "v41_s3.json"),
+    Step("experts", 150, "kernels_k", ("--seconds", "145", "K1"), "kernels_k1.json"),
+    Step("compiled", 150, "kernels_k", ("--seconds", "145", "compiled"), "kernels_compiled.json"),
+    Step("deep_gemm", 60, "kernels_gpu", ("--seconds", "55", "--vendor", "deep_gemm"), "kernels_deep_gemm.json"),
+    Step("flash_mla", 60, "kernels_gpu", ("--seconds", "55", "--vendor", "flash_mla"), "kernels_flash_mla.json"),
+    Step("attention", 150, "kernels_k", ("--seconds", "145", "K2"), "kernels_k2.json"),
+    Step("prompts", 120, "kernels_k", ("--seconds", "115", "K4"), "kernels_k4.json"),
+    Step("scans", 120, "kernels_k", ("--seconds", "115", "K3"), "kernels_k3.json"),
+    Step("surroundings", 120, "kernels_k", ("--seconds", "115", "K5"), "kernels_k5.json"),
 )
 
 
@@ -78,6 +79,18 @@ def ran(command: list[str], limit: float, gpu: int = 0) -> int:
         return 124
 
 
+def do_ahead(steps: list[Step], options: argparse.Namespace) -> None:
+    """Let all steps compile and check side by side, for the limit of the longest."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(len(steps)) as pool:
+        for number, step in enumerate(steps):
+            folder = options.out / step.name
+            folder.mkdir(exist_ok=True)
+            command = step.command(folder, options.commit, ahead=True)
+            pool.submit(ran, command, max(step.limit_s for step in steps), number % options.gpus)
+    print(f"== ahead: {time.monotonic() - begun:.0f} s", flush=True)
+
+
 def run_steps(steps: list[Step], options: argparse.Namespace, begun: float, gpu: int) -> int:
     """Take steps from the front of a list that other GPUs take from, too, until it is empty; returns how many failed."""
     failed = 0
@@ -89,7 +102,6 @@ def run_steps(steps: list[Step], options: argparse.Namespace, begun: float, gpu:
             continue
         # A part of the same benchmark writes the same record: each step has a folder.
         folder = options.out / step.name
-        folder.mkdir(exist_ok=True)
         since = time.monotonic()
         code = ran(step.command(folder, options.commit), limit, gpu)
         failed += code != 0
@@ -109,6 +121,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     steps = [step for step in STEPS if step.name in options.steps]
+    do_ahead(steps, options)
     with ThreadPoolExecutor(options.gpus) as pool:
         lanes = [pool.submit(run_steps, steps, options, begun, gpu) for gpu in range(options.gpus)]
         return min(sum(lane.result() for lane in lanes), 1)

@@ -75,6 +75,14 @@ def streak(run: Callable[[], object], count: int) -> dict[str, Any]:
             "wall_us": (time.perf_counter() - begun) / count * 1e6}  # fmt: skip
 
 
+def compile_steps(experts: int) -> None:
+    """Run every step once, so that the next process finds all kernels compiled."""
+    model, _ = model_of(rank_config(experts))
+    for requests, each in SIZES:
+        driver = RowsDriver(model, requests, CONTEXT + 256)
+        driver.run(driver.decoding(requests, CONTEXT, each))
+
+
 def measured(
     model: DeviceDeepseekModel, parts: ModelParts, rows: int, each: int, copy: float, context: int = CONTEXT
 ) -> dict[str, object]:
@@ -134,8 +142,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--seconds", type=float, default=155.0)
+    parser.add_argument("--compile", action="store_true", help="only that")
     parser.add_argument("slice", choices=tuple(RANKS))
     options = parser.parse_args()
+    if options.compile:
+        compile_steps(RANKS[options.slice])
+        return 0
     result = rank(
         RANKS[options.slice], options.seconds, lambda found: write_gpu_record(options.out, options.commit, NOTE, found)
     )

@@ -1,4 +1,4 @@
-"""The list for the next GPU names what exists, and keeps to the time that the machine is lent for."""
+"""The list for a GPU names what exists, and keeps to the time that the machine is lent for."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import engine_session, kernels_k, v41_slices
-from benchmarks.engine_session import STEPS, Step, ran, run_steps, seconds_for
+from benchmarks.engine_session import STEPS, Step, do_ahead, ran, run_steps, seconds_for
 from benchmarks.kernel_cases import CASES
 from engine.kernels.vendors.table import VENDORS
 
@@ -45,3 +45,15 @@ def test_gpus_take_steps_from_one_list(monkeypatch, tmp_path):
     assert run_steps(steps, options, time.monotonic(), 1) == 0
     assert used == [("S2", 1), ("S3", 1)]
     assert not steps
+
+
+def test_all_steps_compile_and_check_first(monkeypatch, tmp_path):
+    used = []
+    monkeypatch.setattr(engine_session, "ran", lambda command, limit, gpu: used.append((command, limit, gpu)))
+    steps = [step for step in STEPS if step.name in ("S2", "experts", "attention")]
+    do_ahead(steps, argparse.Namespace(out=tmp_path, commit="", gpus=2))
+    assert sorted(gpu for _, _, gpu in used) == [0, 0, 1]
+    assert sorted(("--compile" in command, "--checks" in command) for command, _, _ in used) == [
+        (False, True), (False, True), (True, False)
+    ]  # fmt: skip
+    assert all((tmp_path / step.name).is_dir() for step in steps)
