@@ -26,7 +26,9 @@ def _dense_linear(g: torch.Generator, size: Size) -> Inputs:
     codes, scales = q8(normal(g, t, groups * k))
     weight, weight_scales = e4m3_weight(g, groups, n, k)
     moved = size_of(codes, scales, weight, weight_scales) + 2 * t * groups * n
-    return Inputs((codes, scales, weight, weight_scales), least_bytes=moved, flops=2.0 * t * groups * n * k)
+    inputs = Inputs((codes, scales, weight, weight_scales), least_bytes=moved, flops=2.0 * t * groups * n * k)
+    inputs.keywords.update({"fixed": True} if size.get("fixed") else {})
+    return inputs
 
 
 def _plain_linear(g: torch.Generator, size: Size) -> Inputs:
@@ -152,8 +154,14 @@ V41_CASES = (
             {"t": 64, "n": 5120, "k": 8192},
             {"t": 256, "n": 4608, "k": 5120},
             {"t": 8192, "n": 5120, "k": 8192},
+            {"t": 8192, "n": 5120, "k": 8192, "fixed": 1},
         ),
-        compiled=({"t": 8, "n": 8192, "k": 1280}, {"t": 8, "n": 1792, "k": 1280}, {"t": 128, "n": 8192, "k": 1280}),
+        compiled=(
+            {"t": 8, "n": 8192, "k": 1280},
+            {"t": 8, "n": 1792, "k": 1280},
+            {"t": 128, "n": 8192, "k": 1280},
+            {"t": 384, "n": 1792, "k": 1280, "fixed": 1},
+        ),
     ),
     Case(
         "plain_linear",

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     ahead: bool
     """Rows are widened by a kernel of their own; a pass is a product of even columns and one of odd ones."""
     widened: bool
-    """Through bfloat16 and the vendor's product."""
+    """Through bfloat16 and the vendor's product, or, where parts are fixed, a product that adds them in its registers."""
     num_warps: int
     num_stages: int
     pdl: bool
@@ -54,6 +54,9 @@ def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Sh
     # A tile of 256 rows needs more shared memory than AMD's chips have.
     if rows > (_MOST_ROWS if chip.speaks_ptx() else 128) and not fixed:
         return Shape(128, 128, 1, ahead=False, widened=True, num_warps=8, num_stages=3, pdl=overlaps())
+    if fixed and rows > _MOST_ROWS and chip.sums_alike():
+        splits = _splits(_FIXED_TILE, out, inner, groups)
+        return Shape(128, 128, splits, ahead=True, widened=True, num_warps=8, num_stages=4, pdl=overlaps())
     free = max(16, min(_MOST_ROWS, next_power_of_2(rows)))
     tile = _FIXED_TILE if fixed and not chip.sums_alike() else free
     height, stages = _height(tile, out, groups), _CUTS[tile][1]
@@ -176,16 +179,33 @@ def _dense_linear(
 
 
 @kernel
-def _spread(X, S, OUT, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _dense_laid(
+    X, W, OUT, count, K: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Parts of K as `_dense_linear` adds them, bit by bit, of factors that are widened and laid already."""
     after_kernels_before(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    scales = tl.load(S + row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)
-    values = tl.reshape(e4m3_value(tl.load(X + row * K + at, mask=at < K, other=0)), (BLOCK // 32, 32))
-    values = (values * power(scales)[:, None] * 9.313225746154785e-10).to(tl.bfloat16)
-    values = tl.permute(tl.reshape(values, (BLOCK // STEP, STEP // 2, 2)), (0, 2, 1))
-    tl.store(OUT + row * K + at, tl.reshape(values, (BLOCK,)), mask=at < K)
+    STEPS: tl.constexpr = K // STEP
+    HALF: tl.constexpr = STEP // 2
+    # Programs that run together share rows of both sides.
+    tile, block = tl.swizzle2d(tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), 8)
+    group = tl.program_id(2)
+    row, n = tile * TILE + tl.arange(0, TILE), block * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, HALF)[None, :]
+    x = X + tl.minimum(row, count - 1).to(tl.int64)[:, None] * (GROUPS * K) + group * K + columns
+    weight = W + (group * N + tl.minimum(n, N - 1)).to(tl.int64)[:, None] * K + columns
+    total = tl.zeros((TILE, ROWS), tl.float32)
+    part = tl.zeros((TILE, ROWS), tl.float32)
+    split, end = 0, STEPS // SPLITS * 2
+    for half in tl.range(0, 2 * STEPS):
+        part = tl.dot(tl.load(x + half * HALF), tl.trans(tl.load(weight + half * HALF)), part)
+        if half + 1 == end:
+            total += part
+            part = tl.zeros((TILE, ROWS), tl.float32)
+            split += 1
+            end = (split + 1) * STEPS // SPLITS * 2
+    place = OUT + row.to(tl.int64)[:, None] * (GROUPS * N) + group * N + n[None, :]
+    tl.store(place, (total * UNPLANED).to(tl.bfloat16), mask=(row < count)[:, None] & (n < N)[None, :])
 
 
 @kernel
@@ -200,28 +220,46 @@ def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 @kernel
 def _widen(
-    CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < K
+    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     scale_row = row // N * tl.cdiv(N, HEIGHT) + row % N // HEIGHT
-    scales = tl.load(SCALES + scale_row * (K // 32) + at // 32, mask=inside, other=127)
-    values = e4m3_value(tl.load(CODES + row * K + at, mask=inside, other=0)) * power(scales.to(tl.int32))
-    tl.store(OUT + row * K + at, values.to(tl.bfloat16), mask=inside)
+    scales = tl.load(SCALES + scale_row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)
+    codes = tl.load(CODES + row * K + at, mask=at < K, other=0)
+    values = tl.reshape(e4m3_value(codes), (BLOCK // 32, 32)) * power(scales)[:, None]
+    if STEP:
+        values = tl.reshape((values * 9.313225746154785e-10).to(tl.bfloat16), (BLOCK // STEP, STEP // 2, 2))
+        values = tl.permute(values, (0, 2, 1))
+    tl.store(OUT + row * K + at, tl.reshape(values, (BLOCK,)).to(tl.bfloat16), mask=at < K)
 
 
-def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool) -> torch.Tensor:
-    """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows."""
+def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool, step: int = 0) -> torch.Tensor:
+    """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows.
+
+    `step`: as `_factor` makes them of so many columns at a time, the even of them and then the odd.
+    """
     rows, inner = codes.shape[-2:]
     made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    block = min(2048, next_power_of_2(inner))
+    block = min(1024, next_power_of_2(inner))
     grid = (codes.numel() // inner, cdiv(inner, block))
     # Of rows that have their own scales any number is one: no kernel for each.
     count = rows if height > 1 else 1
     _widen[grid](
-        codes, scales, made, K=inner, N=count, HEIGHT=height, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl)
+        codes,
+        scales,
+        made,
+        K=inner,
+        N=count,
+        HEIGHT=height,
+        STEP=step,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **options(pdl),
     )
     return made
 
@@ -230,15 +268,11 @@ def _launch(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, made: torch.Tensor,
     shape: Shape,
 ) -> None:  # fmt: skip
-    rows, width = codes.shape
+    rows = len(codes)
     groups, out, inner = weight.shape
     step, splits, pdl = _step(inner), shape.splits, shape.pdl
     if shape.ahead:
-        block = min(1024, next_power_of_2(width))
-        spread = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-        grid = (rows, cdiv(width, block))
-        _spread[grid](codes, scales, spread, K=width, STEP=step, BLOCK=block, PDL=pdl, num_warps=4, **options(pdl))
-        codes = spread
+        codes = _widened(codes, scales, 1, pdl, step)
     sums = made if splits == 1 else torch.empty(splits, *made.shape, dtype=torch.float32, device=made.device)
     _dense_linear[(cdiv(rows, shape.tile), cdiv(out, shape.height), groups * splits)](
         codes, scales, weight, weight_scales, sums, rows, K=inner, N=out, GROUPS=groups, SPLITS=splits, STEP=step,
@@ -269,6 +303,15 @@ def dense_linear(
     if not rows:
         return made
     shape = shape_of(rows, out, inner, groups, fixed=fixed)
+    if shape.widened and fixed:
+        step, pdl = _step(inner), shape.pdl
+        wide, wide_weight = _widened(codes, scales, 1, pdl, step), _widened(weight, weight_scales, 32, pdl, step)
+        _dense_laid[(cdiv(rows, shape.tile), cdiv(out, shape.height), groups)](
+            wide, wide_weight, made, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits, STEP=step,
+            ROWS=shape.height, TILE=shape.tile, PDL=pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
+            **options(pdl),
+        )  # fmt: skip
+        return made
     if shape.widened:
         wide = _widened(codes, scales, 1, shape.pdl).view(rows, groups, inner).transpose(0, 1)
         wide_weight = _widened(weight, weight_scales, 32, shape.pdl)

@@ -7,38 +7,38 @@ import torch
 import triton.language as tl
 
 from engine.kernels.device import q8_code
-from engine.kernels.launch import cdiv, kernel, next_power_of_2
+from engine.kernels.launch import cdiv, kernel
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
 
 class Shape(NamedTuple):
     """What a launch chooses."""
 
-    block: int
-    """Values of a row, a program."""
+    groups: int
+    """Groups of 32 values, a program."""
     warps: int
     pdl: bool
 
 
-def shape_of(width: int) -> Shape:
-    """Return the shape for rows of a width."""
-    return Shape(min(512, next_power_of_2(width)), 4, pdl=overlaps())
+def shape_of(count: int) -> Shape:
+    """Return the shape for groups of a whole launch."""
+    return Shape(64 if count >= 16_384 else 16, 4, pdl=overlaps())
 
 
 @kernel
-def _swiglu_quantize(X, CODES, SCALES, limit, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_quantize(X, CODES, SCALES, limit, count, INNER: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
     after_kernels_before(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < INNER
-    gate = tl.load(X + row * (2 * INNER) + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(X + row * (2 * INNER) + INNER + at, mask=inside, other=0.0).to(tl.float32)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    inside = group < count
+    # A row's gates lie before its other half.
+    at = (group + group // (INNER // 32) * (INNER // 32))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    gate = tl.load(X + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    up = tl.load(X + INNER + at, mask=inside[:, None], other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     made = (gate * tl.sigmoid(gate) * tl.clamp(up, -limit, limit)).to(tl.bfloat16).to(tl.float32)
-    codes, scales = q8_code(tl.reshape(made, (BLOCK // 32, 32)))
-    tl.store(CODES + row * INNER + at, tl.reshape(codes, (BLOCK,)), mask=inside)
-    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    tl.store(SCALES + row * (INNER // 32) + group, scales.to(tl.uint8), mask=group < INNER // 32)
+    codes, scales = q8_code(made)
+    tl.store(CODES + group[:, None] * 32 + tl.arange(0, 32)[None, :], codes, mask=inside[:, None])
+    tl.store(SCALES + group, scales.to(tl.uint8), mask=inside)
 
 
 def swiglu_quantize(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,9 +51,10 @@ def swiglu_quantize(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.
     codes = torch.empty(rows, inner, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, inner // 32, dtype=torch.uint8, device=x.device)
     if rows:
-        shape = shape_of(inner)
-        _swiglu_quantize[(rows, cdiv(inner, shape.block))](
-            x, codes, scales, limit, INNER=inner, BLOCK=shape.block, PDL=shape.pdl, num_warps=shape.warps,
+        count = scales.numel()
+        shape = shape_of(count)
+        _swiglu_quantize[(cdiv(count, shape.groups),)](
+            x, codes, scales, limit, count, INNER=inner, GROUPS=shape.groups, PDL=shape.pdl, num_warps=shape.warps,
             **options(shape.pdl),
         )  # fmt: skip
     return codes, scales

@@ -36,6 +36,15 @@ for groups, n, k, splits in ((1, 72, 640, 3), (2, 40, 96, 1), (1, 40, 256, 2)):
             wrong = PRODUCT(op.dense_linear(rows, scales, *weight), want)
         assert wrong is None, (groups, n, k, changed, wrong)
 """
+LAID = """
+with patch.object(op, "_MOST_ROWS", 32), patch.object(op.chip, "sums_alike", lambda: True):
+    for groups, n, k, splits in ((2, 72, 640, 3), (1, 40, 96, 1), (1, 136, 896, 7)):
+        rows, scales, weight, want = made(150, groups, n, k)
+        changed = lambda *a, **b: shape_of(*a, **b)._replace(splits=splits)
+        assert changed(150, n, k, groups, fixed=True).widened
+        with patch.object(op, "shape_of", changed):
+            assert PRODUCT(op.dense_linear(rows, scales, *weight, fixed=True), want) is None, (groups, n, k)
+"""
 BITS = """
 rows, scales, weight, want = made(300, 2, 40, 384)
 with patch.object(op, "_FIXED_ROWS", 128):
@@ -64,7 +73,7 @@ def _run(code: str, *, interpret: bool) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("code", [CUTS, BITS], ids=["cuts", "bits"])
+@pytest.mark.parametrize("code", [CUTS, LAID, BITS], ids=["cuts", "laid", "bits"])
 @pytest.mark.timeout(120)
 def test_products_are_right_and_have_the_same_bits_in_launches_of_any_size(code):
     _run(COMMON + code, interpret=True)
