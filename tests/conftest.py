@@ -10,6 +10,8 @@ from core.config import prepare_native_libraries
 
 # As in every process of a cluster: the bit equalities of the tests are theirs.
 prepare_native_libraries()
+# Foreign clients would ask the hub about the names of local directories, and where it cannot be reached, for a minute.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
