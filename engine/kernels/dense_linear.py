@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import chip
-from engine.kernels.device import UNPLANED, e4m3_value, power, settled
+from engine.kernels.device import UNPLANED, e4m3_value, settled
 from engine.kernels.launch import cdiv, kernel, next_power_of_2
 from engine.kernels.overlap import after_kernels_before, options, overlaps
 
@@ -27,6 +27,8 @@ _MOST_SPLITS = 16
 _FIXED_TILE = 32
 _FIXED_ROWS = 1024
 """Rows of a launch where parts are fixed, which bounds their memory."""
+_LAID_FROM = 512
+"""Rows above which, where parts are fixed, weights are widened once and not by every tile of rows."""
 _MOST_ROWS = 256
 """Above, widening the weights costs less than the vendor's product wins."""
 
@@ -47,6 +49,9 @@ class Shape(NamedTuple):
     num_warps: int
     num_stages: int
     pdl: bool
+    pieces: int = 32
+    """Of a pass of columns each, a program that widens many."""
+    piece_warps: int = 4
 
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
@@ -54,9 +59,9 @@ def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Sh
     # A tile of 256 rows needs more shared memory than AMD's chips have.
     if rows > (_MOST_ROWS if chip.speaks_ptx() else 128) and not fixed:
         return Shape(128, 128, 1, ahead=False, widened=True, num_warps=8, num_stages=3, pdl=overlaps())
-    if fixed and rows > _MOST_ROWS and chip.sums_alike():
+    if fixed and rows > _LAID_FROM and chip.sums_alike():
         splits = _splits(_FIXED_TILE, out, inner, groups)
-        return Shape(128, 128, splits, ahead=True, widened=True, num_warps=8, num_stages=4, pdl=overlaps())
+        return Shape(128, 128, splits, ahead=True, widened=True, num_warps=8, num_stages=5, pdl=overlaps())
     free = max(16, min(_MOST_ROWS, next_power_of_2(rows)))
     tile = _FIXED_TILE if fixed and not chip.sums_alike() else free
     height, stages = _height(tile, out, groups), _CUTS[tile][1]
@@ -220,47 +225,51 @@ def _sum_parts(PARTS, OUT, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 @kernel
 def _widen(
-    CODES, SCALES, OUT, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES, SCALES, OUT, count, K: tl.constexpr, N: tl.constexpr, HEIGHT: tl.constexpr, STEP: tl.constexpr,
+    PACK: tl.constexpr, LAID: tl.constexpr, PIECES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    scale_row = row // N * tl.cdiv(N, HEIGHT) + row % N // HEIGHT
-    scales = tl.load(SCALES + scale_row * (K // 32) + group, mask=group < K // 32, other=127).to(tl.int32)
-    codes = tl.load(CODES + row * K + at, mask=at < K, other=0)
-    values = tl.reshape(e4m3_value(codes), (BLOCK // 32, 32)) * power(scales)[:, None]
-    if STEP:
-        values = tl.reshape((values * 9.313225746154785e-10).to(tl.bfloat16), (BLOCK // STEP, STEP // 2, 2))
-        values = tl.permute(values, (0, 2, 1))
-    tl.store(OUT + row * K + at, tl.reshape(values, (BLOCK,)).to(tl.bfloat16), mask=at < K)
+    EACH: tl.constexpr = K // STEP
+    # Pieces of STEP columns, row after row.
+    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    inside = (piece < count)[:, None]
+    row = piece // EACH
+    scale = ((row // N * tl.cdiv(N, HEIGHT) + row % N // HEIGHT) * EACH + piece % EACH) * (STEP // 32 // PACK)
+    scale = scale[:, None] + tl.arange(0, STEP // 32 // PACK)[None, :]
+    word = tl.int32 if PACK == 4 else tl.uint8
+    pairs = tl.arange(0, STEP // 2)[None, :]
+    codes = tl.load(CODES.to(tl.pointer_type(tl.int16)) + piece[:, None] * (STEP // 2) + pairs, mask=inside, other=0)
+    powers = tl.load(SCALES.to(tl.pointer_type(word)) + scale, mask=inside, other=0)
+    even = _factor(codes, powers, False, PIECES, STEP, PTX)
+    odd = _factor(codes, powers, True, PIECES, STEP, PTX)
+    out = OUT + piece[:, None] * STEP
+    if LAID:
+        tl.store(out + pairs, even, mask=inside)
+        tl.store(out + STEP // 2 + pairs, odd, mask=inside)
+    else:
+        both = tl.reshape(tl.join(even, odd), (PIECES, STEP))
+        # The interpreter multiplies bit patterns of bfloat16.
+        both = (both if PTX else both.to(tl.float32)) * 1073741824.0
+        tl.store(out + tl.arange(0, STEP)[None, :], both.to(tl.bfloat16), mask=inside)
 
 
-def _widened(codes: torch.Tensor, scales: torch.Tensor, height: int, pdl: bool, step: int = 0) -> torch.Tensor:
+def _widened(
+    codes: torch.Tensor, scales: torch.Tensor, height: int, step: int, shape: Shape, *, laid: bool
+) -> torch.Tensor:
     """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows.
 
-    `step`: as `_factor` makes them of so many columns at a time, the even of them and then the odd.
+    `laid`: as `_factor` makes them of a pass of `step` columns, the even of them and then the odd, 2^-30 times.
     """
     rows, inner = codes.shape[-2:]
     made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    block = min(1024, next_power_of_2(inner))
-    grid = (codes.numel() // inner, cdiv(inner, block))
+    count = codes.numel() // step
+    pieces = shape.pieces if count >= shape.pieces << 10 else 8
     # Of rows that have their own scales any number is one: no kernel for each.
-    count = rows if height > 1 else 1
-    _widen[grid](
-        codes,
-        scales,
-        made,
-        K=inner,
-        N=count,
-        HEIGHT=height,
-        STEP=step,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
-        **options(pdl),
-    )
+    _widen[(cdiv(count, pieces),)](
+        codes, scales, made, count, K=inner, N=rows if height > 1 else 1, HEIGHT=height, STEP=step,
+        PACK=4 if step == 128 else 1, LAID=laid, PIECES=pieces, PTX=chip.speaks_ptx(), PDL=shape.pdl,
+        num_warps=shape.piece_warps if pieces > 8 else 4, **options(shape.pdl),
+    )  # fmt: skip
     return made
 
 
@@ -272,7 +281,7 @@ def _launch(
     groups, out, inner = weight.shape
     step, splits, pdl = _step(inner), shape.splits, shape.pdl
     if shape.ahead:
-        codes = _widened(codes, scales, 1, pdl, step)
+        codes = _widened(codes, scales, 1, step, shape, laid=True)
     sums = made if splits == 1 else torch.empty(splits, *made.shape, dtype=torch.float32, device=made.device)
     _dense_linear[(cdiv(rows, shape.tile), cdiv(out, shape.height), groups * splits)](
         codes, scales, weight, weight_scales, sums, rows, K=inner, N=out, GROUPS=groups, SPLITS=splits, STEP=step,
@@ -303,19 +312,19 @@ def dense_linear(
     if not rows:
         return made
     shape = shape_of(rows, out, inner, groups, fixed=fixed)
-    if shape.widened and fixed:
-        step, pdl = _step(inner), shape.pdl
-        wide, wide_weight = _widened(codes, scales, 1, pdl, step), _widened(weight, weight_scales, 32, pdl, step)
+    if shape.widened:
+        step = _step(inner)
+        wide = _widened(codes, scales, 1, step, shape, laid=fixed)
+        wide_weight = _widened(weight, weight_scales, 32, step, shape, laid=fixed)
+        if not fixed:
+            wide = wide.view(rows, groups, inner).transpose(0, 1)
+            return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)
         _dense_laid[(cdiv(rows, shape.tile), cdiv(out, shape.height), groups)](
             wide, wide_weight, made, rows, K=inner, N=out, GROUPS=groups, SPLITS=shape.splits, STEP=step,
-            ROWS=shape.height, TILE=shape.tile, PDL=pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
-            **options(pdl),
+            ROWS=shape.height, TILE=shape.tile, PDL=shape.pdl, num_warps=shape.num_warps, num_stages=shape.num_stages,
+            **options(shape.pdl),
         )  # fmt: skip
         return made
-    if shape.widened:
-        wide = _widened(codes, scales, 1, shape.pdl).view(rows, groups, inner).transpose(0, 1)
-        wide_weight = _widened(weight, weight_scales, 32, shape.pdl)
-        return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)
     each = _FIXED_ROWS if fixed else rows
     for start in range(0, rows, each):
         part = slice(start, start + each)

@@ -3,7 +3,9 @@
 
 Scores become unsigned integers of the same order. A program holds a chunk of them in registers, finds the k-th largest
 by two bits at a time, counts of all elements deciding, and writes its chunk's best in order. What is left is selected
-from again until one chunk is left: the best k of all are among the best k of every chunk.
+from again until one chunk is left: the best k of all are among the best k of every chunk. Wide rows are read once for the
+best of every group of neighbours; the best k are in the k groups whose best are the best, by the same rule for ties, and
+one program a row selects among those.
 """
 
 from typing import NamedTuple
@@ -18,6 +20,10 @@ from engine.kernels.overlap import after_kernels_before, options, overlaps
 _CHUNK = 8192
 _EACH = 512
 """Columns of a warp."""
+SCORES_ALL = tl.constexpr(0)
+SCORES_OF_GROUPS = tl.constexpr(1)
+KEYS_ALONE = tl.constexpr(2)
+KEYS_AND_IDS = tl.constexpr(3)
 
 
 class Shape(NamedTuple):
@@ -26,12 +32,18 @@ class Shape(NamedTuple):
     chunk: int
     """Columns a program holds."""
     most_warps: int
+    group: int
+    """Neighbours whose best is looked at first; 1: none."""
+    tile: int
+    """Columns of a program that looks for those."""
     pdl: bool
 
 
-def shape_of(k: int, block: int) -> Shape:
-    """Return the shape for a choice of k, of blocks of so many columns."""
-    return Shape(max(_CHUNK, 4 * next_power_of_2(k)), 16 if block == 1 else 8, pdl=overlaps())
+def shape_of(k: int, block: int, size: int) -> Shape:
+    """Return the shape for a choice of k among `size` columns, or blocks of so many."""
+    wide = next_power_of_2(k)
+    group = 16 if block == 1 and size > _CHUNK and 16 * wide <= _CHUNK else 1
+    return Shape(max(_CHUNK, 4 * wide), 16 if block == 1 else 8, group, 4096, pdl=overlaps())
 
 
 @triton.jit
@@ -43,14 +55,25 @@ def _ordered(score):
 
 
 @triton.jit
-def _border(key, K: tl.constexpr):
+def _border(key, K: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Return what the best K of uint32 [CHUNK] are above, or at; 0 if there are no more than K above 0.
 
-    Two bits at a time; once exactly K are found, any number does that lies between them and the rest.
+    Two bits at a time of the distance from a lower bound; once exactly K are found, any number does that lies between them
+    and the rest.
     """
+    low = tl.full((), 0, tl.uint32)
+    if CHUNK >= WIDTH:
+        # The best of any K groups are K keys.
+        best = tl.max(tl.reshape(key, (WIDTH, CHUNK // WIDTH)), axis=1)
+        low = tl.min(tl.where(tl.arange(0, WIDTH) < K, best, 0xFFFFFFFF).to(tl.uint32), axis=0)
+    many = tl.sum((key > 0).to(tl.int32), axis=0) > K
+    span = tl.max(key, axis=0) - low
+    key = tl.where(key > low, key - low, 0).to(tl.uint32)
+    # A float32's exponent is the place of its largest bit, or one more where it was rounded up.
+    place = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    step = tl.where(many & (span > 0), tl.maximum(0, 31 - place) // 2, 16)
     found = tl.full((), 0, tl.uint32)
     exact = tl.full((), 0, tl.int32)
-    step = tl.where(tl.sum((key > 0).to(tl.int32), axis=0) > K, 0, 16)
     while (step < 16) & (exact == 0):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * step).to(tl.uint32)
         one = (key >= found + unit).to(tl.int64)
@@ -62,20 +85,37 @@ def _border(key, K: tl.constexpr):
         exact = ((first == K) | (second == K) | (third == K)).to(tl.int32)
         found += up.to(tl.uint32) * unit
         step += 1
-    return tl.where(exact > 0, found - 1, found)
+    return tl.where(many, low + tl.where(exact > 0, found - 1, found), 0).to(tl.uint32)
+
+
+@kernel
+def _best_of_groups(
+    SCORES, VISIBLE, OUT, size, score_stride, GROUP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):
+    after_kernels_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    seen = tl.load(VISIBLE + row)
+    group = first // GROUP + tl.arange(0, TILE // GROUP)
+    best = tl.zeros((TILE // GROUP,), tl.uint32)
+    if first < seen:
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        score = tl.load(SCORES + row * score_stride + at, mask=at < seen, other=float("-inf"))
+        best = tl.max(_ordered(score), axis=1)
+    tl.store(OUT + row * size + group, best, mask=group < size)
 
 
 @kernel
 def _select(
     SCORES, KEYS, IDS, VISIBLE, OUT_KEYS, OUT_IDS, size, score_stride, in_stride, out_stride,
-    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, FROM: tl.constexpr,
     LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_kernels_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    if FIRST:
+    if FROM == SCORES_ALL:
         seen = tl.load(VISIBLE + row)
         if (chunk > 0) & (chunk * CHUNK * BLOCK >= seen):
             # Nothing to choose from, which is what most chunks of a wide table have.
@@ -97,10 +137,20 @@ def _select(
             # The block of the newest entry always belongs.
             key = tl.where((seen > 0) & (at == (seen - 1) // BLOCK), 0xFFFFFFFF, key).to(tl.uint32)
         ids = at
+    elif FROM == SCORES_OF_GROUPS:
+        GROUP: tl.constexpr = CHUNK // WIDTH
+        number = tl.arange(0, WIDTH)
+        group = tl.load(IDS + row * in_stride + number, mask=number < K, other=-1)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        known = (group >= 0)[:, None] & (column < tl.load(VISIBLE + row))
+        key = _ordered(tl.load(SCORES + row * score_stride + column, mask=known, other=float("-inf")))
+        key, ids = tl.reshape(key, (CHUNK,)), tl.reshape(column, (CHUNK,))
     else:
         key = tl.load(KEYS + row * in_stride + at, mask=at < size, other=0)
-        ids = tl.load(IDS + row * in_stride + at, mask=at < size, other=-1)
-    border = _border(key, K)
+        ids = at
+        if FROM == KEYS_AND_IDS:
+            ids = tl.load(IDS + row * in_stride + at, mask=at < size, other=-1)
+    border = _border(key, K, WIDTH, CHUNK)
     above = key > border
     equal = (key == border) & (key > 0)
     both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
@@ -131,21 +181,35 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
     """
     rows, size = scores.shape
     size = cdiv(size, block)
-    device = scores.device
-    keys = ids = scores
-    first = True
-    shape = shape_of(k, block)
-    chunk = shape.chunk
+    shape = shape_of(k, block, size)
+    if shape.group == 1:
+        return _selected(scores, scores, scores, visible, k, block, shape, SCORES_ALL, size)
+    size = cdiv(size, shape.group)
+    best = torch.empty(rows, size, dtype=torch.uint32, device=scores.device)
+    _best_of_groups[(rows, cdiv(size * shape.group, shape.tile))](
+        scores, visible, best, size, scores.stride(0), GROUP=shape.group, TILE=shape.tile, PDL=shape.pdl, num_warps=4,
+        **options(shape.pdl),
+    )  # fmt: skip
+    groups = _selected(scores, best, best, visible, k, 1, shape, KEYS_ALONE, size)
+    return _selected(scores, best, groups, visible, k, 1, shape, SCORES_OF_GROUPS, next_power_of_2(k) * shape.group)
+
+
+def _selected(
+    scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, visible: torch.Tensor, k: int, block: int, shape: Shape,
+    source: tl.constexpr, size: int,
+) -> torch.Tensor:  # fmt: skip
+    rows, device = len(scores), scores.device
     while True:
-        chunks = cdiv(size, chunk)
+        chunks = cdiv(size, shape.chunk)
         out_ids = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
         out_keys = out_ids if chunks == 1 else torch.empty(rows, chunks * k, dtype=torch.uint32, device=device)
-        width = min(chunk, next_power_of_2(size))
+        width = min(shape.chunk, next_power_of_2(size))
+        stride = (ids if source == SCORES_OF_GROUPS else keys).stride(0)
         _select[(rows, chunks)](
-            scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), keys.stride(0), out_ids.stride(0),
-            K=k, WIDTH=next_power_of_2(k), BLOCK=block, CHUNK=width, FIRST=first, LAST=chunks == 1,
+            scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), stride, out_ids.stride(0),
+            K=k, WIDTH=next_power_of_2(k), BLOCK=block, CHUNK=width, FROM=source, LAST=chunks == 1,
             PDL=shape.pdl, num_warps=max(1, min(shape.most_warps, width // _EACH)), **options(shape.pdl),
         )  # fmt: skip
         if chunks == 1:
             return out_ids
-        keys, ids, size, first = out_keys, out_ids, chunks * k, False
+        keys, ids, size, source = out_keys, out_ids, chunks * k, KEYS_AND_IDS

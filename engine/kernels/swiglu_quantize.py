@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 def shape_of(count: int) -> Shape:
     """Return the shape for groups of a whole launch."""
-    return Shape(64 if count >= 16_384 else 16, 4, pdl=overlaps())
+    return Shape(32 if count >= 16_384 else 16, 4, pdl=overlaps())
 
 
 @kernel

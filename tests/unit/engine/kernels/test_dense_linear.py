@@ -37,7 +37,7 @@ for groups, n, k, splits in ((1, 72, 640, 3), (2, 40, 96, 1), (1, 40, 256, 2)):
         assert wrong is None, (groups, n, k, changed, wrong)
 """
 LAID = """
-with patch.object(op, "_MOST_ROWS", 32), patch.object(op.chip, "sums_alike", lambda: True):
+with patch.object(op, "_LAID_FROM", 32), patch.object(op.chip, "sums_alike", lambda: True):
     for groups, n, k, splits in ((2, 72, 640, 3), (1, 40, 96, 1), (1, 136, 896, 7)):
         rows, scales, weight, want = made(150, groups, n, k)
         changed = lambda *a, **b: shape_of(*a, **b)._replace(splits=splits)
