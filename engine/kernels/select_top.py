@@ -43,13 +43,13 @@ def shape_of(k: int, block: int, size: int) -> Shape:
     """Return the shape for a choice of k among `size` columns, or blocks of so many."""
     wide = next_power_of_2(k)
     group = 16 if block == 1 and size > _CHUNK and 16 * wide <= _CHUNK else 1
-    return Shape(max(_CHUNK, 4 * wide), 16 if block == 1 else 8, group, 4096, pdl=overlaps())
+    return Shape(max(_CHUNK, 4 * wide), 8, group, 4096, pdl=overlaps())
 
 
 @triton.jit
 def _ordered(score):
-    """Return uint32 that order as finite float32 scores do; 0 for what is not finite."""
-    bits = score.to(tl.int32, bitcast=True)
+    """Return uint32 that order as finite float32 scores do, zeros of both signs alike; 0 for what is not finite."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
     flipped = bits ^ ((bits >> 31) | -2147483648)
     return tl.where(tl.abs(score) < float("inf"), flipped, 0).to(tl.uint32, bitcast=True)
 

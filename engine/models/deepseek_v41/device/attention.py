@@ -51,9 +51,13 @@ class StepRun:
 
 
 def splits_of(rows: int, keys: int, *, fixed: bool) -> int:
-    """Return in how many parts the keys of a row are attended side by side: few rows alone would not fill a device."""
+    """Return in how many parts the keys of a row are attended side by side: few rows alone would not fill a device.
+
+    Two tiles of a window take no longer than a merge, unless half of the device would be idle.
+    """
     tiles = max(1, keys // _TILE)
-    return min(tiles, _FIXED_SPLITS if fixed else max(1, _MULTIPROCESSORS // max(1, rows)))
+    each = max(1, rows) if tiles > 2 else 2 * max(1, rows)
+    return min(tiles, _FIXED_SPLITS if fixed else max(1, _MULTIPROCESSORS // each))
 
 
 class DeviceAttention:
