@@ -24,6 +24,8 @@ _MULTIPROCESSORS = 132
 _CUTS = {16: (2, 4), 32: (2, 4), 64: (3, 3), 128: (1, 4), 256: (1, 3)}
 """By rows of a tile: programs that a multiprocessor holds, into so many of which K is cut, and stages of copies."""
 _MOST_SPLITS = 16
+_FEW_TILES = 16
+"""Of 128 rows of weights each."""
 _FIXED_TILE = 32
 _FIXED_ROWS = 1024
 """Rows of a launch where parts are fixed, which bounds their memory."""
@@ -56,8 +58,9 @@ class Shape(NamedTuple):
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
     """Return the shape for sizes, as an H200 timed best; `fixed`: the order of no sum depends on `rows`."""
+    few = groups * cdiv(out, 128) <= _FEW_TILES
     # A tile of 256 rows needs more shared memory than AMD's chips have.
-    if rows > (_MOST_ROWS if chip.speaks_ptx() else 128) and not fixed:
+    if rows > (_MOST_ROWS if chip.speaks_ptx() and not few else 128) and not fixed:
         return Shape(128, 128, 1, ahead=False, widened=True, num_warps=8, num_stages=3, pdl=overlaps())
     if fixed and rows > _LAID_FROM and chip.sums_alike():
         splits = _splits(_FIXED_TILE, out, inner, groups)
@@ -68,14 +71,16 @@ def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Sh
     splits = _splits(_FIXED_TILE if fixed else tile, out, inner, groups)
     # One product of even and odd columns adds in the order of two: so it is on Hopper.
     ahead = tile > 16 or splits == 1 or (fixed and not chip.sums_alike())
-    warps = 4 if height * tile <= 4096 else 8
+    if tile == 128 and height == 64:
+        stages -= 1
+    warps = 4 if height == 64 or tile <= 32 else 8
     return Shape(height, tile, splits, ahead, widened=False, num_warps=warps, num_stages=stages, pdl=overlaps())
 
 
 def _height(tile: int, out: int, groups: int) -> int:
     tiles = groups * cdiv(out, 128)
-    few, many = tiles <= 16, tiles > _MULTIPROCESSORS
-    return 64 if {16: few or many, 32: few, 64: not many}.get(tile, False) else 128
+    few, many = tiles <= _FEW_TILES, tiles > _MULTIPROCESSORS
+    return 64 if {16: few or many, 32: few, 64: not many, 128: many}.get(tile, False) else 128
 
 
 def _splits(tile: int, out: int, inner: int, groups: int) -> int:

@@ -53,9 +53,9 @@ class Shape(NamedTuple):
 
 
 def shape_of(width: int) -> Shape:
-    """Return the shape for streams of a width."""
-    chunk = min(2048, next_power_of_2(width))
-    return Shape(chunk, max(1, chunk // 256), pdl=overlaps())
+    """Return the shape for streams of a width: all of one at a time, if registers hold it, so that it is read once."""
+    chunk = min(8192, next_power_of_2(width))
+    return Shape(chunk, max(1, min(4, chunk // 256)), pdl=overlaps())
 
 
 def engram_gate(

@@ -68,7 +68,7 @@ def shape_of(vocab: int) -> Shape:
     shape = best_ids.Shape(1, 1, part=4096)
     best = max(1, min(512, groups_of(vocab, shape) // 2))
     room = max(64, next_power_of_2(2 * best))
-    return Shape(*shape._replace(best=best, room=room), last_room=8 * room)
+    return Shape(*shape._replace(best=best, room=room, tile=512), last_room=8 * room)
 
 
 @triton.jit

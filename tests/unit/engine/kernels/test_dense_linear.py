@@ -87,9 +87,10 @@ def test_one_row_compiles_where_the_number_of_rows_is_a_constant():
 @pytest.mark.parametrize("size", [(32768, 1280, 1), (5120, 8192, 1), (1792, 5120, 1), (1024, 4096, 8), (64, 32, 1)])
 def test_the_shape_of_fixed_products_does_not_depend_on_rows_and_others_hold_all_few_rows(size):
     assert len({shape_of(rows, *size, fixed=True) for rows in (1, 8, 35, 64, 130, 300, 8192)}) == 1
-    for rows in (1, 8, 16, 17, 64, 100, 129, 256):
+    few = size[0] * size[2] <= 16 * 128
+    for rows in (1, 8, 16, 17, 64, 100, *(() if few else (129, 256))):
         shape = shape_of(rows, *size, fixed=False)
         assert not shape.widened
         assert shape.tile >= rows
         assert shape.splits <= size[1] // 32
-    assert shape_of(257, *size, fixed=False).widened
+    assert shape_of(129 if few else 257, *size, fixed=False).widened
