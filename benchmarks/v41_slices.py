@@ -90,10 +90,13 @@ def streak(run: Callable[[], object], count: int) -> dict[str, Any]:
             "wall_us": (time.perf_counter() - begun) / count * 1e6}  # fmt: skip
 
 
-def compile_steps(experts: int) -> None:
-    """Run every step once, so that the next process finds all kernels compiled."""
+def compile_steps(experts: int, most: int) -> None:
+    """Run every step of up to so many requests once, so that the next process finds all kernels compiled."""
     model, _ = model_of(rank_config(experts))
-    for requests, each in SIZES:
+    for requests, each in (size for size in SIZES if size[0] <= most):
+        # Others do the same beside this process.
+        gc.collect()
+        torch.cuda.empty_cache()
         driver = RowsDriver(model, requests, CONTEXT + 256)
         for fixed in (False, True):
             driver.run(driver.decoding(requests, CONTEXT, each, fixed=fixed))
@@ -174,7 +177,7 @@ def main() -> int:
     parser.add_argument("slice", choices=tuple(RANKS))
     options = parser.parse_args()
     if options.compile:
-        compile_steps(RANKS[options.slice])
+        compile_steps(RANKS[options.slice], options.most)
         return 0
     result = rank(
         RANKS[options.slice], options, lambda found: write_gpu_record(options.out, options.commit, NOTE, found)
