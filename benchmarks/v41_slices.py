@@ -56,12 +56,15 @@ def rank_config(experts: int) -> dict[str, Any]:
 def product_flops(model: DeviceDeepseekModel, parts: ModelParts, rows: int, each: int) -> float:
     """Return the operations of a step's products of matrices: dense weights, six experts a token, attention, logits."""
     config, tokens = model.config, rows * each
+
+    def size(parts: object) -> int:
+        return sum(t.numel() for t in tensors_of(parts) if t.ndim > 1)
+
     weights = parts.head.numel()
     for layer in parts.layers:
-        left_out = {id(t) for t in tensors_of((layer.moe.w13, layer.moe.w2))}
-        left_out |= {id(t) for t in tensors_of(layer.engram.table)} if layer.engram else set()
-        weights += sum(t.numel() for t in tensors_of(layer) if t.ndim > 1 and id(t) not in left_out)
-        codes = sum(t.numel() for t in (*layer.moe.w13.codes, *layer.moe.w2.codes))
+        experts = layer.moe.w13, layer.moe.w2
+        weights += size(layer) - size(experts) - (size(layer.engram.table) if layer.engram else 0)
+        codes = sum(t.nbytes for some in experts for t in some.codes)
         weights += 2 * codes * config.moe.top_k // config.moe.num_experts
     keys = sum(config.window + (config.index.top_k if layer.m else 0) for layer in config.layers)
     return 2.0 * tokens * (weights + 2 * keys * config.num_heads * config.head_dim)
