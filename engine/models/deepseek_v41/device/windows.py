@@ -14,7 +14,7 @@ from engine.models.deepseek_v41.device.rows import DeviceStep
 
 
 class Windows:
-    """Window rows of one step for one run of layers."""
+    """Window rows of one step for one run of layers, which share all that does not depend on a ring's contents."""
 
     def __init__(self, step: DeviceStep, window: int, step_tokens: int, ops: Ops) -> None:
         self._ops = ops
@@ -25,6 +25,9 @@ class Windows:
         """Whether rows lie in scratch records."""
         self._capacity = window - 1 + step.max_tokens
         self._places: dict[int, torch.Tensor] = {}
+        # Rings of all layers have room for as many rows.
+        self._before: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self.record = tokens.owner if self.is_chunk else tokens.record
         """int64 [t]: the record that each token attends in."""
         self.store = torch.where(tokens.kept, self.record, -1)
@@ -45,18 +48,23 @@ class Windows:
         """Keep what later steps can read, once `rows` are stored."""
         if not self.is_chunk:
             return
-        tokens = self._tokens
-        last = tokens.positions >= self._sequences.end[tokens.owner] - ring.shape[1]
-        record = tokens.record.masked_fill(~(tokens.kept & last), -1)
-        place = tokens.owner * self._capacity + self.at(rows)
-        self._ops.commit_ring(rows.flatten(0, 1), place, record, tokens.positions, ring)
+        places = self.at(rows)
+        if self._kept is None:
+            tokens = self._tokens
+            last = tokens.positions >= self._sequences.end[tokens.owner] - ring.shape[1]
+            record = tokens.record.masked_fill(~(tokens.kept & last), -1)
+            self._kept = tokens.owner * self._capacity + places, record
+        self._ops.commit_ring(rows.flatten(0, 1), *self._kept, self._tokens.positions, ring)
 
     def _scratch(self, ring: torch.Tensor) -> torch.Tensor:
         """Return uint8 [b, capacity, bytes] with the W - 1 rows before each sequence's first token."""
         start = self._sequences.start
         rows = torch.zeros(len(start), self._capacity, ring.shape[2], dtype=torch.uint8, device=ring.device)
-        positions = start[:, None] + torch.arange(1 - self._window, 0, device=ring.device)
-        number = torch.arange(len(start), device=ring.device)[:, None]
-        old = ring[self._sequences.rows[:, None], positions % ring.shape[1]]
-        rows[number, positions % self._capacity] = old
+        if self._before is None:
+            positions = start[:, None] + torch.arange(1 - self._window, 0, device=ring.device)
+            number = torch.arange(len(start), device=ring.device)[:, None]
+            old = self._sequences.rows[:, None], positions % ring.shape[1]
+            self._before = old, (number, positions % self._capacity)
+        old, new = self._before
+        rows[new] = ring[old]
         return rows
