@@ -5,6 +5,7 @@ loop; knows no request and no page.
 """
 
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -37,6 +38,8 @@ START_TIMEOUT_S = 600.0
 GATEWAY_IDS = ("gateway-1", "gateway-2")
 """One serves; the other replaces it in a rollout, on the same HTTP port and the other of two membership ports."""
 CONTROLLER_ID = "controller-1"
+MEMBERSHIP_PORTS = range(20_000, 30_000)
+"""Below those of outgoing connections, which may take any port between its choice and its gateway's start."""
 
 Report = Callable[[str], None]
 
@@ -123,8 +126,7 @@ class Launcher:
         if slot is None:
             raise ConfigError(f"there is no process {worker_id!r}; running are {', '.join(self.ids())}")
         if slot.role in self._want and not slot.asked:
-            others = len(self.slots(slot.role)) - 1
-            self._want[slot.role] = min(self._want[slot.role], others)
+            self._want[slot.role] = min(self._want[slot.role], len(self.slots(slot.role)) - 1)
         report(f"{worker_id}: draining")
         slot.terminate()
         if slot.pid is None:
@@ -263,13 +265,8 @@ class Launcher:
         """Wait for the end of one process, then restart, hold or forget its slot."""
         assert slot.process is not None
         code = await slot.process.wait()
-        verdict = after_exit(
-            slot.history,
-            exit_code=code,
-            was_asked=slot.asked or self._closing,
-            started_at=slot.started_at,
-            now=self._clock.now(),
-        )
+        asked, now = slot.asked or self._closing, self._clock.now()
+        verdict = after_exit(slot.history, exit_code=code, was_asked=asked, started_at=slot.started_at, now=now)
         slot.history, slot.reason = verdict.history, verdict.reason
         if code != 0:
             sweep_stale_segments(str(SHARED_MEMORY))
@@ -292,12 +289,17 @@ class Launcher:
 
 
 def free_addresses(host: str) -> list[str]:
-    """Return one address for each place of a gateway, with ports that are free now."""
+    """Return one address for each place of a gateway, with ports that are free now and that no kernel gives away."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = [socket.create_server((host, 0), family=family) for _ in GATEWAY_IDS]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
+    ports: set[int] = set()
+    while len(ports) < len(GATEWAY_IDS):
+        port = secrets.choice(MEMBERSHIP_PORTS)
+        try:
+            with socket.create_server((host, port), family=family):
+                ports.add(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
     return [f"{host}:{port}" for port in ports]
 
 

@@ -1,10 +1,12 @@
 """From one description to each process's configuration."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from core.errors import ConfigError
+from deploy.local import launcher
 from deploy.local.spec import (
     ClusterSpec,
     Revision,
@@ -120,3 +122,9 @@ def test_workers_take_their_devices_by_turn_and_settings_choose_among_transports
     assert device("prefill", 1) == "cpu"
     # What auto stands for is the worker's to say: it depends on where its pool is.
     assert worker_config(spec, role="decode", worker_id="decode-1", **common)["transfer"] == {"transports": ["auto"]}
+
+
+def test_a_gateway_gets_no_port_that_is_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(launcher, "MEMBERSHIP_PORTS", [taken.getsockname()[1], 20_001, 29_999])
+        assert set(launcher.free_addresses("127.0.0.1")) == {"127.0.0.1:20001", "127.0.0.1:29999"}
