@@ -12,6 +12,8 @@ from core.config import prepare_native_libraries
 prepare_native_libraries()
 # Foreign clients would ask the hub about the names of local directories, and where it cannot be reached, for a minute.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Several of these processes share the cores; clusters set the threads of their workers themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
