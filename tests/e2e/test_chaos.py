@@ -10,8 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engine.models.builtin import SCRIPTED, prepare_scripted
 from tests.fakes.audit import findings
 from tests.fakes.chaos import Outcome, faults, storm, work
 from tests.fakes.live_cluster import running_cluster, wait_for
@@ -23,8 +25,10 @@ REQUESTS = 160
 
 
 def test_every_accepted_request_gets_one_right_reply_while_workers_die(tmp_path):
-    flags = ("--prefill", "2", "--decode", "2", "--set", "all:engine.audit_every_steps=1")
-    with running_cluster(tmp_path, *flags) as cluster:
+    flags = ("--prefill", "2", "--decode", "2", "--served-name", "scripted", "--set", "all:engine.audit_every_steps=1")
+    # Slow enough that all streams are open whenever a worker dies, and not only what the machine has time for.
+    model = prepare_scripted(tmp_path, msgspec.structs.replace(SCRIPTED, step_delay_ms=10.0))
+    with running_cluster(tmp_path, *flags, model=str(model)) as cluster:
         stop = threading.Event()
 
         def killer():

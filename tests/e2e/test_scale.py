@@ -3,8 +3,10 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
+from engine.models.builtin import SCRIPTED, prepare_scripted
 from tests.fakes.chaos import faults, storm, work
 from tests.fakes.live_cluster import running_cluster
 
@@ -12,7 +14,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_scaling_out_and_in_under_load_fails_no_request(tmp_path):
-    with running_cluster(tmp_path, "--prefill", "1", "--decode", "1") as cluster:
+    # Slow enough that streams are open at every moment, and that they leave the processes that start some time.
+    model = prepare_scripted(tmp_path, msgspec.structs.replace(SCRIPTED, step_delay_ms=10.0))
+    with running_cluster(tmp_path, "--served-name", "scripted", model=str(model)) as cluster:
         done = threading.Event()
         outcomes = []
 

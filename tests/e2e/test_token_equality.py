@@ -39,19 +39,14 @@ def bodies(model):
     ]
 
 
-def answers(cluster):
-    def one(body):
-        answer = complete(cluster.base_url, body)
-        assert "choices" in answer, answer
-        choice = answer["choices"][0]
-        return (
-            choice["text"],
-            choice["finish_reason"],
-            choice["logprobs"]["tokens"],
-            answer["usage"]["completion_tokens"],
-        )
+def told(answer):
+    assert "choices" in answer, answer
+    choice = answer["choices"][0]
+    return choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"], answer["usage"]["completion_tokens"]
 
-    return [one(body) for body in bodies(cluster.model)]
+
+def answers(cluster):
+    return [told(complete(cluster.base_url, body)) for body in bodies(cluster.model)]
 
 
 def answers_together(cluster):
@@ -60,15 +55,7 @@ def answers_together(cluster):
             replies = await asyncio.gather(*(client.post("/v1/completions", json=b) for b in bodies(cluster.model)))
             return [r.json() for r in replies]
 
-    return [
-        (
-            a["choices"][0]["text"],
-            a["choices"][0]["finish_reason"],
-            a["choices"][0]["logprobs"]["tokens"],
-            a["usage"]["completion_tokens"],
-        )
-        for a in asyncio.run(ask())
-    ]
+    return [told(answer) for answer in asyncio.run(ask())]
 
 
 def long_body(model):
@@ -95,16 +82,8 @@ def truths(tmp_path_factory):
 )
 def test_disaggregated_text_equals_the_single_worker(truths, model, transfer, tmp_path):
     expected, long_text = truths(model)
-    flags = (
-        "--transfer",
-        transfer,
-        "--decode",
-        "2",
-        "--set",
-        "all:engine.chunk_tokens=32",
-        "--set",
-        "all:engine.audit_every_steps=1",
-    )
+    settings = ("--set", "all:engine.chunk_tokens=32", "--set", "all:engine.audit_every_steps=1")
+    flags = ("--transfer", transfer, "--decode", "2", *settings)
     with running_cluster(tmp_path, *flags, model=model) as cluster:
         assert answers(cluster) == expected, "first time, chunked, over P/D"
         assert answers(cluster) == expected, "again, after prefix hits"
