@@ -105,6 +105,16 @@ def _best_of_groups(
     tl.store(OUT + row * size + group, best, mask=group < size)
 
 
+@triton.jit
+def _leave_empty(OUT_KEYS, OUT_IDS, out, filled, K: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
+    """Say that nothing is behind the first `filled` of K places."""
+    rest = tl.arange(0, WIDTH)
+    empty = (rest >= filled) & (rest < K)
+    tl.store(OUT_IDS + out + rest, tl.full((WIDTH,), -1, tl.int32), mask=empty)
+    if not LAST:
+        tl.store(OUT_KEYS + out + rest, tl.zeros((WIDTH,), tl.uint32), mask=empty)
+
+
 @kernel
 def _select(
     SCORES, KEYS, IDS, VISIBLE, OUT_KEYS, OUT_IDS, size, score_stride, in_stride, out_stride,
@@ -119,14 +129,7 @@ def _select(
         seen = tl.load(VISIBLE + row)
         if (chunk > 0) & (chunk * CHUNK * BLOCK >= seen):
             # Nothing to choose from, which is what most chunks of a wide table have.
-            nothing = tl.arange(0, WIDTH)
-            tl.store(
-                OUT_IDS + row * out_stride + chunk * K + nothing, tl.full((WIDTH,), -1, tl.int32), mask=nothing < K
-            )
-            if not LAST:
-                tl.store(
-                    OUT_KEYS + row * out_stride + chunk * K + nothing, tl.zeros((WIDTH,), tl.uint32), mask=nothing < K
-                )
+            _leave_empty(OUT_KEYS, OUT_IDS, row * out_stride + chunk * K, 0, K, WIDTH, LAST)
             return
         if BLOCK == 1:
             key = _ordered(tl.load(SCORES + row * score_stride + at, mask=at < seen, other=float("-inf")))
@@ -164,12 +167,9 @@ def _select(
     out = row * out_stride + chunk * K
     tl.store(OUT_IDS + out + place, ids, mask=chosen)
     filled = (total & 0xFFFF) + tl.minimum(total >> 16, free)
-    rest = tl.arange(0, WIDTH)
-    empty = (rest >= filled) & (rest < K)
-    tl.store(OUT_IDS + out + rest, tl.full((WIDTH,), -1, tl.int32), mask=empty)
+    _leave_empty(OUT_KEYS, OUT_IDS, out, filled, K, WIDTH, LAST)
     if not LAST:
         tl.store(OUT_KEYS + out + place, key, mask=chosen)
-        tl.store(OUT_KEYS + out + rest, tl.zeros((WIDTH,), tl.uint32), mask=empty)
 
 
 def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) -> torch.Tensor:
