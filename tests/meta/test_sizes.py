@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("core", "engine", "kv_transfer", "prefill_worker", "decode_worker", "gateway", "deploy", "benchmarks")
-TOTAL_BUDGET = 78_000
+TOTAL_BUDGET = 78_300
 """Lines of product code; raised only in a commit of its own."""
 
 
