@@ -75,8 +75,8 @@ async def test_a_killed_nixl_sidecar_of_the_source_costs_single_hand_overs_only(
                 except TandemError:
                     await asyncio.sleep(0.05)
                 seq += 1
-        assert seq > 2, "the dead engine served a hand-over"
-        assert pair.source.statistics()["engine_restarts_nixl"] == 1
+        # Even the first may find the new engine, if the death was noticed before it began.
+        assert pair.source.statistics()["engine_restarts_nixl"] == 1, "the dead engine served a hand-over"
         await pair.settled()
 
 
