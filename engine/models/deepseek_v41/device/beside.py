@@ -1,6 +1,7 @@
 """A second stream of a device: work that nothing needs for a while runs beside the work that others wait for.
 
-Of a step with few rows no kernel fills a device. What runs beside is ordered: it begins after all that was issued before
+Of a step with few rows no kernel fills a device. Only recordings do so: a step that is issued launch by launch waits for the
+host, which streams and events cost more than they could win. What runs beside is ordered: it begins after all that was issued before
 it, and `join` lets what follows wait for it. So memory of either stream is never used anew before the other has read it,
 if tensors that the second stream reads live until `join`. Used by one thread; recordings keep the order.
 """
@@ -25,8 +26,8 @@ class Beside:
 
     @contextlib.contextmanager
     def work(self, rows: int) -> Generator[None]:
-        """Issue what is inside, over so many rows, beside what follows."""
-        if self._stream is None or rows > _MOST_ROWS:
+        """Issue what is inside, over so many rows, beside what follows, if that is recorded."""
+        if self._stream is None or rows > _MOST_ROWS or not torch.cuda.is_current_stream_capturing():
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

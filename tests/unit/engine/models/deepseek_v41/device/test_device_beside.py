@@ -47,6 +47,7 @@ def log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("second", found))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     found.append(current)
     return found
 
@@ -67,9 +68,12 @@ def test_work_begins_behind_what_was_issued_and_is_waited_for_once(log):
     assert log == [forked, "work 0", forked, "work 1", "main waits for second"]
 
 
-def test_many_rows_and_a_cpu_have_everything_in_line(log):
+def test_many_rows_a_cpu_and_what_is_not_recorded_have_everything_in_line(log, monkeypatch):
     current = log.pop()
-    for beside, rows in ((Beside(GPU), 8192), (Beside(torch.device("cpu")), 8)):
+    for beside, rows, is_recorded in (
+        (Beside(GPU), 8192, True), (Beside(torch.device("cpu")), 8, True), (Beside(GPU), 8, False)
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_recorded: now)
         with beside.work(rows):
             assert current[-1].name == "main"
         beside.join()
