@@ -172,23 +172,27 @@ def test_a_full_link_is_told_to_the_controller_and_holds_prefill(cluster, figure
 
 def test_a_host_that_is_cut_off_gets_no_more_work_and_its_streams_move(cluster, figures):
     with Load(cluster, lambda seed: items(seed, tokens=400)) as load:
-        wait_for(lambda: cluster.running("decode-1"), 60, "no stream is on that host")
-        cluster.switch.cut("decode-1")
-        begun = time.monotonic()
-        wait_for(lambda: "decode-1" not in cluster.routable(), 60, "the lease does not end")
-        stopped_s = time.monotonic() - begun
-        cluster.switch.cut("decode-1", is_up=True)
-        plugged_s = time.monotonic() - begun
-        wait_for(lambda: "decode-1" in cluster.routable(), 60, "it does not come back")
+        # What a gateway was told last may have ended since: then another cable is pulled at another moment.
+        before, tries = cluster.moved(), 0
+        while cluster.moved() == before and tries < 4:
+            tries += 1
+            wait_for(lambda: cluster.running("decode-1"), 60, "no stream is on that host")
+            cluster.switch.cut("decode-1")
+            begun = time.monotonic()
+            wait_for(lambda: "decode-1" not in cluster.routable(), 60, "the lease does not end")
+            stopped_s = time.monotonic() - begun
+            cluster.switch.cut("decode-1", is_up=True)
+            plugged_s = time.monotonic() - begun
+            wait_for(lambda: "decode-1" in cluster.routable(), 60, "it does not come back")
+            assert stopped_s < STOPPED_S
     figures["a decode host cut off under load, without a reset"] = {
         "streams": len(load.outcomes),
         "no more traffic after (s)": round(stopped_s, 2),
         "back after its cable (s)": round(time.monotonic() - begun - plugged_s, 2),
-        "streams that moved": cluster.moved(),
+        "streams that moved": cluster.moved() - before,
     }
     assert load.faults() == []
-    assert stopped_s < STOPPED_S
-    assert cluster.moved() > 0, "no stream was on that host: the test shows nothing"
+    assert cluster.moved() > before, "no stream was on that host: the test shows nothing"
 
 
 def test_a_decode_host_without_its_cable_to_prefill_is_no_reason_to_fail(cluster, figures):
