@@ -216,10 +216,13 @@ def test_a_stream_says_the_same_and_survives_the_loss_of_its_worker(cluster, url
                 killed.append(threading.Thread(target=cluster.kill, args=(busy[0], signal.SIGKILL)))
                 killed[0].start()
 
-    streamed = stream_text(url, request, kill)
-    assert killed, "the stream ended before its worker could be killed"
+    for _ in range(5):  # on a loaded machine a stream may end before its worker is found
+        streamed = stream_text(url, request, kill)
+        assert (streamed["text"], streamed["finish"]) == (whole, "stop")
+        if killed:
+            break
+    assert killed, "every stream ended before its worker could be killed"
     killed[0].join()
-    assert (streamed["text"], streamed["finish"]) == (whole, "stop")
     cluster.wait_ready(4)
 
 

@@ -87,10 +87,13 @@ def assert_resumed_text_is_equal(cluster, long_text):
             killed.set()
             cluster.kill(owners[0], signal.SIGKILL)
 
-    result = stream_text(cluster.base_url, long_body(), kill_owner)
-    assert killed.is_set(), "the stream ended before its worker could be killed"
-    assert (result["error"], result["done"]) == (None, True), result
-    assert result["text"] == long_text, "after kill and resume"
+    for _ in range(5):  # on a loaded machine a stream may end before its worker is found
+        result = stream_text(cluster.base_url, long_body(), kill_owner)
+        assert (result["error"], result["done"]) == (None, True), result
+        assert result["text"] == long_text, "after kill and resume"
+        if killed.is_set():
+            break
+    assert killed.is_set(), "every stream ended before its worker could be killed"
 
 
 @pytest.mark.parametrize("transfer", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
