@@ -26,9 +26,9 @@ def _dense_linear(g: torch.Generator, size: Size) -> Inputs:
     codes, scales = q8(normal(g, t, groups * k))
     weight, weight_scales = e4m3_weight(g, groups, n, k)
     moved = size_of(codes, scales, weight, weight_scales) + 2 * t * groups * n
-    inputs = Inputs((codes, scales, weight, weight_scales), least_bytes=moved, flops=2.0 * t * groups * n * k)
-    inputs.keywords.update({"fixed": True} if size.get("fixed") else {})
-    return inputs
+    keywords: dict[str, object] = {"fixed": True} if size.get("fixed") else {}
+    flops = 2.0 * t * groups * n * k
+    return Inputs((codes, scales, weight, weight_scales), least_bytes=moved, flops=flops, keywords=keywords)
 
 
 def _plain_linear(g: torch.Generator, size: Size) -> Inputs:

@@ -23,6 +23,7 @@ from benchmarks.kernel_timing import copy_bandwidth, matmul_flops
 from benchmarks.v41_driver import RowsDriver, captured
 from benchmarks.v41_steps import floor_bytes, kernels_of, model_of, slice_config
 from engine.cache.kv_memory import region_sizes
+from engine.models.deepseek_v41.config import V41Config
 from engine.models.deepseek_v41.device.model import DeviceDeepseekModel
 from engine.models.deepseek_v41.device.parts import ModelParts, memory_bytes, tensors_of
 
@@ -53,9 +54,8 @@ def rank_config(experts: int) -> dict[str, Any]:
     return {**config, "text_config": {**config["text_config"], **real}}
 
 
-def product_flops(model: DeviceDeepseekModel, parts: ModelParts, rows: int, each: int) -> float:
+def product_flops(config: V41Config, parts: ModelParts, rows: int, each: int) -> float:
     """Return the operations of a step's products of matrices: dense weights, six experts a token, attention, logits."""
-    config, tokens = model.config, rows * each
 
     def size(parts: object) -> int:
         return sum(t.numel() for t in tensors_of(parts) if t.ndim > 1)
@@ -67,7 +67,7 @@ def product_flops(model: DeviceDeepseekModel, parts: ModelParts, rows: int, each
         codes = sum(t.nbytes for some in experts for t in some.codes)
         weights += 2 * codes * config.moe.top_k // config.moe.num_experts
     keys = sum(config.window + (config.index.top_k if layer.m else 0) for layer in config.layers)
-    return 2.0 * tokens * (weights + 2 * keys * config.num_heads * config.head_dim)
+    return 2.0 * rows * each * (weights + 2 * keys * config.num_heads * config.head_dim)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -130,7 +130,7 @@ def measured(
     count = max(_REPLAYS, min(_MOST_REPLAYS, int(_WITHIN_S * 1e6 / once)))
     recorded = streak(graph.replay, count)
     moved = floor_bytes(model.config, parts, rows, each, context) / limits["copy"] * 1e6
-    products = product_flops(model, parts, rows, each) / limits["bf16"] * 1e6
+    products = product_flops(model.config, parts, rows, each) / limits["bf16"] * 1e6
     took = recorded["us"]["p50"]
     row |= {"recorded": recorded, "bytes_us": moved, "products_us": products, "of_floor": max(moved, products) / took,
             "tokens_per_s": rows * each / took * 1e6}  # fmt: skip

@@ -6,7 +6,8 @@ multiplied in, exactly, so that one float32 sum in the unit takes it all. Rows b
 are few, else by a kernel ahead, which lays them as a pass unpacks weights, the even columns and then the odd. Weights are
 the rows of the product: they are what decoding reads. Groups of rows and weights that belong together (a block-diagonal
 weight) are one launch. Where few programs would read, K is cut in parts, whose sums a second kernel adds in their order.
-Many rows are widened to bfloat16, which is exact, for the vendor's product.
+Many rows are widened to bfloat16, which is exact, for the vendor's product; where the order of sums is fixed, for one that
+adds the parts of K in its registers.
 """
 
 from typing import NamedTuple
@@ -26,6 +27,8 @@ _CUTS = {16: (2, 4), 32: (2, 4), 64: (3, 3), 128: (1, 4), 256: (1, 3)}
 _MOST_SPLITS = 16
 _FEW_TILES = 16
 """Of 128 rows of weights each."""
+_PIECES = 32
+"""Of a pass of columns each, that a program widens if they are many."""
 _FIXED_TILE = 32
 _FIXED_ROWS = 1024
 """Rows of a launch where parts are fixed, which bounds their memory."""
@@ -51,9 +54,6 @@ class Shape(NamedTuple):
     num_warps: int
     num_stages: int
     pdl: bool
-    pieces: int = 32
-    """Of a pass of columns each, a program that widens many."""
-    piece_warps: int = 4
 
 
 def shape_of(rows: int, out: int, inner: int, groups: int, *, fixed: bool) -> Shape:
@@ -259,7 +259,7 @@ def _widen(
 
 
 def _widened(
-    codes: torch.Tensor, scales: torch.Tensor, height: int, step: int, shape: Shape, *, laid: bool
+    codes: torch.Tensor, scales: torch.Tensor, height: int, step: int, pdl: bool, *, laid: bool
 ) -> torch.Tensor:
     """Return bfloat16 [.., n, k] of e4m3 codes [.., n, k] whose scales [.., ceil(n / height), k / 32] serve `height` rows.
 
@@ -268,12 +268,12 @@ def _widened(
     rows, inner = codes.shape[-2:]
     made = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
     count = codes.numel() // step
-    pieces = shape.pieces if count >= shape.pieces << 10 else 8
+    pieces = _PIECES if count >= _PIECES << 10 else 8
     # Of rows that have their own scales any number is one: no kernel for each.
     _widen[(cdiv(count, pieces),)](
         codes, scales, made, count, K=inner, N=rows if height > 1 else 1, HEIGHT=height, STEP=step,
-        PACK=4 if step == 128 else 1, LAID=laid, PIECES=pieces, PTX=chip.speaks_ptx(), PDL=shape.pdl,
-        num_warps=shape.piece_warps if pieces > 8 else 4, **options(shape.pdl),
+        PACK=4 if step == 128 else 1, LAID=laid, PIECES=pieces, PTX=chip.speaks_ptx(), PDL=pdl, num_warps=4,
+        **options(pdl),
     )  # fmt: skip
     return made
 
@@ -286,7 +286,7 @@ def _launch(
     groups, out, inner = weight.shape
     step, splits, pdl = _step(inner), shape.splits, shape.pdl
     if shape.ahead:
-        codes = _widened(codes, scales, 1, step, shape, laid=True)
+        codes = _widened(codes, scales, 1, step, pdl, laid=True)
     sums = made if splits == 1 else torch.empty(splits, *made.shape, dtype=torch.float32, device=made.device)
     _dense_linear[(cdiv(rows, shape.tile), cdiv(out, shape.height), groups * splits)](
         codes, scales, weight, weight_scales, sums, rows, K=inner, N=out, GROUPS=groups, SPLITS=splits, STEP=step,
@@ -319,8 +319,8 @@ def dense_linear(
     shape = shape_of(rows, out, inner, groups, fixed=fixed)
     if shape.widened:
         step = _step(inner)
-        wide = _widened(codes, scales, 1, step, shape, laid=fixed)
-        wide_weight = _widened(weight, weight_scales, 32, step, shape, laid=fixed)
+        wide = _widened(codes, scales, 1, step, shape.pdl, laid=fixed)
+        wide_weight = _widened(weight, weight_scales, 32, step, shape.pdl, laid=fixed)
         if not fixed:
             wide = wide.view(rows, groups, inner).transpose(0, 1)
             return torch.bmm(wide, wide_weight.mT).transpose(0, 1).reshape(rows, groups * out)

@@ -183,20 +183,22 @@ def select_top(scores: torch.Tensor, visible: torch.Tensor, k: int, block: int) 
     size = cdiv(size, block)
     shape = shape_of(k, block, size)
     if shape.group == 1:
-        return _selected(scores, scores, scores, visible, k, block, shape, SCORES_ALL, size)
+        return _selected(scores, scores, scores, visible, k, block, shape, SCORES_ALL.value, size)
     size = cdiv(size, shape.group)
     best = torch.empty(rows, size, dtype=torch.uint32, device=scores.device)
     _best_of_groups[(rows, cdiv(size * shape.group, shape.tile))](
         scores, visible, best, size, scores.stride(0), GROUP=shape.group, TILE=shape.tile, PDL=shape.pdl, num_warps=4,
         **options(shape.pdl),
     )  # fmt: skip
-    groups = _selected(scores, best, best, visible, k, 1, shape, KEYS_ALONE, size)
-    return _selected(scores, best, groups, visible, k, 1, shape, SCORES_OF_GROUPS, next_power_of_2(k) * shape.group)
+    groups = _selected(scores, best, best, visible, k, 1, shape, KEYS_ALONE.value, size)
+    return _selected(
+        scores, best, groups, visible, k, 1, shape, SCORES_OF_GROUPS.value, next_power_of_2(k) * shape.group
+    )
 
 
 def _selected(
     scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, visible: torch.Tensor, k: int, block: int, shape: Shape,
-    source: tl.constexpr, size: int,
+    source: int, size: int,
 ) -> torch.Tensor:  # fmt: skip
     rows, device = len(scores), scores.device
     while True:
@@ -204,7 +206,7 @@ def _selected(
         out_ids = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
         out_keys = out_ids if chunks == 1 else torch.empty(rows, chunks * k, dtype=torch.uint32, device=device)
         width = min(shape.chunk, next_power_of_2(size))
-        stride = (ids if source == SCORES_OF_GROUPS else keys).stride(0)
+        stride = (ids if source == SCORES_OF_GROUPS.value else keys).stride(0)
         _select[(rows, chunks)](
             scores, keys, ids, visible, out_keys, out_ids, size, scores.stride(0), stride, out_ids.stride(0),
             K=k, WIDTH=next_power_of_2(k), BLOCK=block, CHUNK=width, FROM=source, LAST=chunks == 1,
@@ -212,4 +214,4 @@ def _selected(
         )  # fmt: skip
         if chunks == 1:
             return out_ids
-        keys, ids, size, source = out_keys, out_ids, chunks * k, KEYS_AND_IDS
+        keys, ids, size, source = out_keys, out_ids, chunks * k, KEYS_AND_IDS.value

@@ -1,8 +1,6 @@
 """Structured output through whole clusters: every text fits, nothing slips into it, and nobody else waits for it."""
 
 import json
-import signal
-import threading
 
 import httpx
 import jsonschema
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.models.scripted_v41 import NAME as V41
 from tests.fakes.audit import statistics
+from tests.fakes.killed_stream import stream_past_a_kill
 from tests.fakes.live_cluster import complete, running_cluster, stream_text
 
 pytestmark = [pytest.mark.cluster]
@@ -206,23 +205,7 @@ def test_a_stream_says_the_same_and_survives_the_loss_of_its_worker(cluster, url
     request = body(guided_json=schema, max_tokens=1000, seed=11)
     whole = complete(url, request)["choices"][0]["text"]
     jsonschema.validate(json.loads(whole), schema)
-    killed = []
-
-    def kill(text):
-        if len(text) > 20 and not killed:
-            busy = [name for name, one in statistics(cluster, audit=False).items() if one.values["engine_rows_used"]]
-            busy = [name for name in busy if name.startswith("decode")]
-            if busy:
-                killed.append(threading.Thread(target=cluster.kill, args=(busy[0], signal.SIGKILL)))
-                killed[0].start()
-
-    for _ in range(5):  # on a loaded machine a stream may end before its worker is found
-        streamed = stream_text(url, request, kill)
-        assert (streamed["text"], streamed["finish"]) == (whole, "stop")
-        if killed:
-            break
-    assert killed, "every stream ended before its worker could be killed"
-    killed[0].join()
+    assert stream_past_a_kill(cluster, request, whole, begun=21)["finish"] == "stop"
     cluster.wait_ready(4)
 
 

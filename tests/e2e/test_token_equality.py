@@ -5,14 +5,13 @@ A seeded tiny model in float64: equality is exact. The truth is one worker that 
 
 import asyncio
 import functools
-import signal
-import threading
 
 import httpx
 import pytest
 
 from tests.fakes.audit import findings, statistics
-from tests.fakes.live_cluster import complete, running_cluster, stream_text, wait_for
+from tests.fakes.killed_stream import stream_past_a_kill
+from tests.fakes.live_cluster import complete, running_cluster, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -94,31 +93,9 @@ def test_disaggregated_text_equals_the_single_worker(truths, model, transfer, tm
             if "transfer_bytes_pulled" in s.values
         )
         assert pulled > 0
-        assert_resumed_text_is_equal(cluster, long_text)
+        stream_past_a_kill(cluster, long_body(cluster.model), long_text)
+        cluster.wait_ready(4)
         wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
-
-
-def assert_resumed_text_is_equal(cluster, long_text):
-    """Kill the decode worker that owns a stream in its middle; the client must not notice."""
-    killed = threading.Event()
-
-    def kill_owner(text):
-        if len(text) < 5 or killed.is_set():
-            return
-        stats = statistics(cluster, audit=False)
-        owners = [w for w, s in stats.items() if w.startswith("decode") and s.values["engine_rows_used"]]
-        if owners:
-            killed.set()
-            cluster.kill(owners[0], signal.SIGKILL)
-
-    for _ in range(5):  # on a loaded machine a stream may end before its worker is found
-        result = stream_text(cluster.base_url, long_body(cluster.model), kill_owner)
-        assert (result["error"], result["done"]) == (None, True), result
-        assert result["text"] == long_text, "after kill and resume"
-        if killed.is_set():
-            break
-    assert killed.is_set(), "every stream ended before its worker could be killed"
-    cluster.wait_ready(4)
 
 
 @pytest.mark.parametrize("model", [LLAMA, WINDOW])

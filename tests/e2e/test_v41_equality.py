@@ -5,14 +5,13 @@ cached prefix changes the numbers by design, so each prompt is sent once to a co
 """
 
 import asyncio
-import signal
-import threading
 
 import httpx
 import pytest
 
 from tests.fakes.audit import findings, statistics
-from tests.fakes.live_cluster import complete, running_cluster, stream_text, wait_for
+from tests.fakes.killed_stream import stream_past_a_kill
+from tests.fakes.live_cluster import complete, running_cluster, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -72,30 +71,6 @@ def replay_truth(tmp_path_factory):
         return answers(cluster), complete(cluster.base_url, long_body())["choices"][0]["text"]
 
 
-def assert_resumed_text_is_equal(cluster, long_text):
-    killed = threading.Event()
-
-    def kill_owner(text):
-        if len(text) < 5 or killed.is_set():
-            return
-        owners = [
-            w
-            for w, s in statistics(cluster, audit=False).items()
-            if w.startswith("decode") and s.values["engine_rows_used"]
-        ]
-        if owners:
-            killed.set()
-            cluster.kill(owners[0], signal.SIGKILL)
-
-    for _ in range(5):  # on a loaded machine a stream may end before its worker is found
-        result = stream_text(cluster.base_url, long_body(), kill_owner)
-        assert (result["error"], result["done"]) == (None, True), result
-        assert result["text"] == long_text, "after kill and resume"
-        if killed.is_set():
-            break
-    assert killed.is_set(), "every stream ended before its worker could be killed"
-
-
 @pytest.mark.parametrize("transfer", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 def test_exact_mode_with_drafts_over_the_cluster_is_one_plain_worker(exact_truth, transfer, tmp_path):
     expected, long_text = exact_truth
@@ -106,7 +81,7 @@ def test_exact_mode_with_drafts_over_the_cluster_is_one_plain_worker(exact_truth
         values = [s.values for w, s in statistics(cluster).items() if w.startswith("decode")]
         assert sum(v["transfer_bytes_pulled"] for v in values) > 0
         assert sum(v["engine_drafts_verified"] for v in values) > 0, "nothing was drafted"
-        assert_resumed_text_is_equal(cluster, long_text)
+        stream_past_a_kill(cluster, long_body(), long_text)
         wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
 
 
@@ -116,5 +91,5 @@ def test_replay_mode_over_the_cluster_keeps_its_floors(replay_truth, tmp_path):
     flags = (*REPLAY, "--decode", "2", *settings)
     with running_cluster(tmp_path, *flags, model="v41-tiny") as cluster:
         assert answers_together(cluster) == expected
-        assert_resumed_text_is_equal(cluster, long_text)
+        stream_past_a_kill(cluster, long_body(), long_text)
         wait_for(lambda: findings(cluster) == [], 60, f"audit: {findings(cluster)}")
