@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.models.scripted_v41 import NAME as V41
 from tests.fakes.audit import statistics
 from tests.fakes.killed_stream import stream_past_a_kill
-from tests.fakes.live_cluster import complete, running_cluster, stream_text
+from tests.fakes.live_cluster import complete, running_cluster
 
 pytestmark = [pytest.mark.cluster]
 
